@@ -87,6 +87,16 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def seeing_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of Qwen2.5-VL with its image processor; read-only by agreement."""
+    from agentrl.testing.vision_models import create_tiny_vision_model
+
+    folder = tmp_path_factory.mktemp("models") / "seeing"
+    create_tiny_vision_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def shallow_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model's first two layers, for what is about no model in particular and computes a
     lot.

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from agentrl.algorithms.own_settings import without_effect
 from agentrl.config.components import component_like
+from agentrl.config.environments import envs_of, shows_pictures
 from agentrl.config.run_config import RunConfig, brings_algorithm
 from agentrl.errors import ConfigError
 from agentrl.plugins import Component
@@ -803,6 +804,19 @@ def engine_reads_arrivals(run: ConfiguredRun) -> str:
     )
 
 
+def trainer_reads_pictures(run: ConfiguredRun) -> str:
+    trainer = run.config.trainer
+    if getattr(trainer.settings, "sees", False):
+        return ""
+    shown = [env.name for _, env in envs_of(run.config) if shows_pictures(env)]
+    if not shown:
+        return ""
+    return (
+        f"{shown[0]} shows pictures, and trainer={trainer.name} learns from text alone: choose what"
+        " the environment says in words, such as env.options.view=grid"
+    )
+
+
 def engine_reports_experts(run: ConfiguredRun) -> str:
     engine = run.config.engine
     routing = TrainerSettingsOffers.of(run.config.trainer.settings).routing
@@ -925,6 +939,7 @@ RULES = (
     CompatibilityRule(("engine", "weights.transport"), engine_reads_arrivals, "training"),
     CompatibilityRule(("engine", "trainer.routing"), engine_reports_experts, "training"),
     CompatibilityRule(("engine",), engine_takes_weights, "training"),
+    CompatibilityRule(("env", "trainer"), trainer_reads_pictures, "training"),
     CompatibilityRule(
         ("engine.speculative", "rollout.sampling", "evaluation"),
         proposals_are_sampled_without_min_p,

@@ -5,6 +5,7 @@ starts.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,12 +13,15 @@ from pydantic import ValidationError
 from agentrl import plugins
 from agentrl.config.compatibility import first_problem
 from agentrl.config.components import component_of, entries_of, helper_of, rewards_of, trackers_of
+from agentrl.config.environments import envs_of
 from agentrl.config.problems import explained, written_at
 from agentrl.config.run_config import COMPONENTS, HELPERS, RunConfig
 from agentrl.config.source import LISTS
+from agentrl.conversation.eyes import FAMILIES, seeing_family
 from agentrl.errors import ConfigError, PluginError
+from agentrl.models.tiny import SIZES
 from agentrl.net.credentials import refuse_credentials
-from agentrl.protocols import options_class_of
+from agentrl.protocols import EngineOffers, options_class_of
 from agentrl.protocols.component_settings import ClusterOffers
 from agentrl.tasks.env_config import OneEnv
 
@@ -104,7 +108,7 @@ def validate_config(
 
 def _check_names(config: RunConfig, origins: Mapping[str, str]) -> None:
     """Check the names of plug-ins that are no sections of their own."""
-    for _, env in _envs_of(config):
+    for _, env in envs_of(config):
         plugins.load("envs", env.name)
     try:
         plugins.load("weight_transports", config.weights.transport)
@@ -119,11 +123,13 @@ def check_options(loaded: LoadedConfig) -> None:
 
     Raises:
         ConfigError: an environment takes no such option, or not this value, or would show pictures
-            to a model that cannot see.
+            that the model or the engine cannot read.
     """
-    named = _envs_of(loaded.config)
+    named, blind = envs_of(loaded.config), _blind_part(loaded.config)
     if problems := [
-        line for section, env in named for line in _options_problems(section, env, loaded.origins)
+        line
+        for section, env in named
+        for line in _options_problems(section, env, loaded.origins, blind)
     ]:
         raise ConfigError("\n".join(problems))
 
@@ -168,37 +174,35 @@ def check_by_modules(config: RunConfig) -> None:
             component.settings.check_installed()
 
 
-def _envs_of(config: RunConfig) -> Iterator[tuple[tuple[str, ...], OneEnv]]:
-    """The environments of a run that this interpreter can load, each with the section that names
-    it.
+def _blind_part(config: RunConfig) -> str:
+    """The part of a run that reads text alone, and what to take instead; empty if all see.
+
+    A model on the hub is not there yet: its renderer refuses pictures when an episode shows some.
     """
-    sections: list[tuple[tuple[str, ...], OneEnv | None]] = [
-        (("env",), None if config.env.mixture else config.env)
-    ]
-    sections += [(("env", "mixture", str(at)), one) for at, one in enumerate(config.env.mixture)]
-    sections += [
-        (("evaluation", "suites", str(at), "env"), suite.env)
-        for at, suite in enumerate(config.evaluation.suites)
-    ]
-    yield from ((section, env) for section, env in sections if env is not None and not env.foreign)
+    name = config.model.name
+    is_made_here = name in SIZES
+    if is_made_here or (Path(name).is_dir() and seeing_family(Path(name)) not in FAMILIES):
+        return f"model={name} reads text alone: take a model of {', '.join(FAMILIES)}"
+    if not EngineOffers.of(config.engine.factory).reads_images:
+        return f"engine={config.engine.name} reads text alone: write engine=local"
+    return ""
 
 
 def _options_problems(
-    section: tuple[str, ...], env: OneEnv, origins: Mapping[str, str]
+    section: tuple[str, ...], env: OneEnv, origins: Mapping[str, str], blind: str
 ) -> Iterator[str]:
     """The faults in the options of an environment. Tasks may add some, and wrappers may take some
-    away.
+    away. `blind`: the part of the run that reads no pictures.
     """
     shape = options_class_of(plugins.load("envs", env.name))
     if env.wrappers or shape is None:
         return
     try:
         options = shape.model_validate(env.options)
-        if getattr(options, "shows_images", False):
+        if blind and getattr(options, "shows_images", False):
             yield (
-                f"{'.'.join((*section, 'options'))}: {env.name} would show pictures, and the models"
-                " that are trained here read text alone: choose what it says in words, such as"
-                " view: grid"
+                f"{'.'.join((*section, 'options'))}: {env.name} would show pictures, and {blind};"
+                " or choose what it says in words, such as view: grid"
             )
     except ValidationError as error:
         yield from (

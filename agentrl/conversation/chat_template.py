@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple
 
 from agentrl.conversation.control_tokens import bare
 from agentrl.conversation.placing import Places, place_messages
+from agentrl.encoded_image import EncodedImage
 from agentrl.errors import ConfigError
 from agentrl.trajectory import Message, ToolCall
 
@@ -289,9 +290,16 @@ class ChatTemplate:
             said = "\n\n".join(filter(None, (*system, describe(tools))))
             messages = [Message("system", said), *messages[len(system) :]]
         return [
-            _in_parts(_as_json(message, can), can)
+            _in_parts(_as_json(message, can), can, len(message.images))
             for message in place_messages(messages, can, begins=begins)
         ]
+
+    def images_of(self, messages: Sequence[Message], *, begins: bool) -> list[EncodedImage]:
+        """The pictures of messages, in the order in which the template writes them."""
+        if not any(message.images for message in messages):
+            return []
+        placed = place_messages(messages, self._abilities, begins=begins)
+        return [image for message in placed for image in message.images]
 
     # How it is found out what the template can do
 
@@ -537,7 +545,10 @@ def _as_json(message: Message, can: Abilities) -> Json:
     return one
 
 
-def _in_parts(one: Json, can: Abilities) -> Json:
+def _in_parts(one: Json, can: Abilities, images: int = 0) -> Json:
+    if images:
+        text = [{"type": "text", "text": one["content"]}] if one["content"] else []
+        return one | {"content": [*({"type": "image"} for _ in range(images)), *text]}
     if can.parts and isinstance(one["content"], str):
         return one | {"content": [{"type": "text", "text": one["content"]}]}
     return one

@@ -11,8 +11,9 @@ has no place for is folded, by these rules in this order; what it has a place fo
 3. several system messages at the beginning become one, with an empty line between them;
 4. a system message that has no place begins the next user message, followed by an empty line. If an
    answer, a result or nothing follows, it is a user message itself;
-5. two user messages, or two answers, in a row become one, with an empty line between them. An
-   answer whose text the template leaves out beside its calls becomes two;
+5. two user messages, or two answers, in a row become one, with an empty line between them, and the
+   pictures of both before that. An answer whose text the template leaves out beside its calls
+   becomes two;
 6. a user message after a result ends that result, after an empty line;
 7. a conversation that must begin with the user begins with an empty message of the user.
 """
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from agentrl.encoded_image import EncodedImage
 from agentrl.trajectory import Message
 
 
@@ -79,7 +81,8 @@ def _with_results(messages: Sequence[Message], can: Places, *, called: bool) -> 
             found += [message] if called else [*waiting, message]
             waiting = waiting if called else []
         else:
-            found += [*waiting, Message("user", text_of_result(message.content))]
+            told = Message("user", text_of_result(message.content), images=message.images)
+            found += [*waiting, told]
             waiting = []
     return found + waiting
 
@@ -90,7 +93,7 @@ def _with_systems(messages: Sequence[Message], can: Places, *, begins: bool) -> 
     rest = messages[len(leading) :]
     found = [*leading] if can.system else []
     if len(found) > 1 and not can.systems:
-        found = [Message("system", _lines(found))]
+        found = [Message("system", _lines(found), images=_images(found))]
     folded = [] if can.system else leading
     for message in rest:
         if message.role == "system" and not (can.system and can.late_systems):
@@ -98,11 +101,15 @@ def _with_systems(messages: Sequence[Message], can: Places, *, begins: bool) -> 
             continue
         # Folded texts go into the next message of the user, or become one before another's.
         if folded and message.role != "user":
-            found.append(Message("user", _lines(folded)))
+            found.append(Message("user", _lines(folded), images=_images(folded)))
             folded = []
-        found.append(replace(message, content=_lines([*folded, message])) if folded else message)
+        both = [*folded, message]
+        joined = replace(message, content=_lines(both), images=_images(both))
+        found.append(joined if folded else message)
         folded = []
-    return [*found, Message("user", _lines(folded))] if folded else found
+    if folded:
+        found.append(Message("user", _lines(folded), images=_images(folded)))
+    return found
 
 
 def _join_messages(messages: Sequence[Message], can: Places) -> list[Message]:
@@ -118,7 +125,8 @@ def _join_messages(messages: Sequence[Message], can: Places) -> list[Message]:
     for message in messages:
         if found and not apart.get((found[-1].role, message.role), True):
             last = found.pop()
-            joined = replace(last, content=_lines([last, message]))
+            both = [last, message]
+            joined = replace(last, content=_lines(both), images=_images(both))
             found.append(_one_answer(last, message) if message.role == "assistant" else joined)
         elif (
             message.tool_calls
@@ -127,7 +135,8 @@ def _join_messages(messages: Sequence[Message], can: Places) -> list[Message]:
             and can.repeated_answers
         ):
             calls = "\n".join(call.render() for call in message.tool_calls)
-            found += [Message("assistant", message.said), replace(message, content=calls)]
+            said = Message("assistant", message.said, images=message.images)
+            found += [said, replace(message, content=calls, images=())]
         else:
             found.append(message)
     return found
@@ -142,7 +151,12 @@ def _one_answer(first: Message, second: Message) -> Message:
         reasoning="\n\n".join(filter(None, (first.reasoning, second.reasoning))),
         tool_calls=calls,
         reasoning_tokens=first.reasoning_tokens + second.reasoning_tokens,
+        images=first.images + second.images,
     )
+
+
+def _images(messages: Sequence[Message]) -> tuple[EncodedImage, ...]:
+    return tuple(image for message in messages for image in message.images)
 
 
 def _lines(messages: Sequence[Message]) -> str:

@@ -28,6 +28,7 @@ from agentrl.arrays import GrowingInts, IntArray, ints
 from agentrl.conversation.chat_template import ChatTemplate, not_in
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.control_tokens import GUARD, ControlTokens, bare, extra_tokens
+from agentrl.conversation.eyes import FAMILIES, Eyes
 from agentrl.conversation.family import Family, family_named, find_family, names, reading_family
 from agentrl.conversation.placing import Places, place_messages
 from agentrl.conversation.reading import (
@@ -51,6 +52,7 @@ from agentrl.conversation.tool_formats import (
 )
 from agentrl.errors import ConfigError, ImagesRefusedError
 from agentrl.models.tokenizer import load_tokenizer
+from agentrl.placed_images import PlacedImage, shifted
 from agentrl.protocols import Prompt
 from agentrl.trajectory import Completion, Message, ToolCall
 
@@ -102,7 +104,7 @@ class TemplateRenderer:
     """`Renderer` over a tokenizer with a chat template.
 
     `stops`: tokens that end an answer, besides the eos token. `family`: rules that come before the
-    template's.
+    template's. `eyes`: those of a model that sees; without, messages with pictures are refused.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or no token that ends an assistant turn; or
@@ -115,7 +117,9 @@ class TemplateRenderer:
         config: RendererConfig | None = None,
         stops: Sequence[int] = (),
         family: Family | None = None,
+        eyes: Eyes | None = None,
     ) -> None:
+        self._eyes = eyes
         self.config = config or RendererConfig()
         if not tokenizer.chat_template and self.config.chat_template is None:
             raise ConfigError(
@@ -198,8 +202,17 @@ class TemplateRenderer:
         has_core = tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces
         family = _family_of(tokenizer, config)
         return TemplateRenderer(
-            _FastTokenizer(tokenizer) if has_core else tokenizer, config, _stops_of(folder), family
+            _FastTokenizer(tokenizer) if has_core else tokenizer,
+            config,
+            _stops_of(folder),
+            family,
+            Eyes.of_model(folder, tokenizer),
         )
+
+    @property
+    def sees(self) -> bool:
+        """True if messages may hold pictures."""
+        return self._eyes is not None
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -310,7 +323,7 @@ class TemplateRenderer:
             if added is not None:
                 return added
         shown = self._guard_messages(messages)
-        text = self._template.added(shown)
+        text = self._with_pictures(self._template.added(shown), messages, begins=False)
         last = int(answer_ids[-1]) if len(answer_ids) else -1
         if last not in self._stop_token_ids:
             thinks = self._marks is not None and self.read(prompt_ids, answer_ids, ()).cut
@@ -333,6 +346,8 @@ class TemplateRenderer:
         of them out.
         """
         assert self._family is not None
+        if any(message.images for message in messages):
+            return None
         shown, described = self._guard_messages(messages), self._guarded_tools(tools)
         guarded = shown is not messages or described is not tools
         try:
@@ -387,7 +402,8 @@ class TemplateRenderer:
         """The messages with guards, or themselves if they need none. All that is rendered comes
         through here.
         """
-        _refuse_images(messages)
+        if self._eyes is None:
+            _refuse_images(messages)
         guarded = [self._control.guarded_message(message, self._own) for message in messages]
         return messages if guarded == list(messages) else guarded
 
@@ -419,9 +435,8 @@ class TemplateRenderer:
         plain = {token.text for token in self._added.values() if not token.special}
         called = find(self._template.call(PROBE_CALL)[1] + PROBE_CALL.render())
         within = (plain | called) - find(self._template.frames())
-        return frozenset(
-            (within | find("".join(self._marks or ()))).difference(self._template.stops)
-        )
+        steering = {*self._template.stops, *([self._eyes.placeholder] if self._eyes else [])}
+        return frozenset((within | find("".join(self._marks or ()))).difference(steering))
 
     def read(
         self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]
@@ -537,7 +552,20 @@ class TemplateRenderer:
 
     def guarded_text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         """The same, with guards in what must not become control tokens."""
-        return self._template.text(self._guard_messages(messages), self._guarded_tools(tools))
+        text = self._template.text(self._guard_messages(messages), self._guarded_tools(tools))
+        return self._with_pictures(text, messages, begins=True)
+
+    def _with_pictures(self, text: str, messages: Sequence[Message], *, begins: bool) -> str:
+        """The text of messages with as many placeholders for each picture as it has tokens."""
+        images = self._template.images_of(messages, begins=begins)
+        return text if self._eyes is None else self._eyes.expanded(text, images)
+
+    def placed(
+        self, token_ids: IntArray, messages: Sequence[Message], *, begins: bool
+    ) -> tuple[PlacedImage, ...]:
+        """Where messages' pictures are in their tokens. `begins`: else they follow an answer."""
+        images = self._template.images_of(messages, begins=begins)
+        return () if self._eyes is None else self._eyes.placed(token_ids, images)
 
     def encode(self, text: str) -> IntArray:
         """The tokens of rendered text. What has no guard in it becomes control tokens, as in what a
@@ -602,6 +630,7 @@ class TemplateConversation:
         self._answered = False  # what is shown ends with the answer that the seen tokens end with
         self._seen_text = ""  # the text of the last prompt and its answer, with `history: template`
         self._seen_ids = GrowingInts()  # the tokens of the last prompt and its answer
+        self._seen_images: tuple[PlacedImage, ...] = ()  # the pictures in these
         # The new part of the last prompt, and the last answer.
         self._prompt_ids = self._answer_ids = ints(())
 
@@ -631,13 +660,17 @@ class TemplateConversation:
         """Append `messages` and render the prompt for the next answer."""
         messages = self._link_results(messages)
         self._seen_text, new_ids, forked = self._next(messages)
+        follows = len(self._seen_ids) > 0 and not forked
+        shown = messages if follows else [*self._shown, *messages]
+        images = self._renderer.placed(new_ids, shown, begins=not follows)
         self._append(messages)
         self._answered = False
         if forked:
-            self._seen_ids = GrowingInts()
+            self._seen_ids, self._seen_images = GrowingInts(), ()
+        self._seen_images += shifted(images, len(self._seen_ids))
         self._seen_ids.append(new_ids)
         self._prompt_ids = new_ids
-        return Prompt(self._seen_ids.values, new_ids, forked)
+        return Prompt(self._seen_ids.values, new_ids, forked, self._seen_images)
 
     def _next(self, messages: Sequence[Message]) -> tuple[str, IntArray, bool]:
         """The text of the prompt, its new tokens, and whether it forks; on a fork all of its tokens
@@ -655,7 +688,9 @@ class TemplateConversation:
             whole = self._renderer.whole([*self._shown, *messages], self._tools)
             return "", whole, len(self._seen_ids) > 0
         text = self._renderer.guarded_text([*self._shown, *messages], self._tools)
-        if not text.startswith(self._seen_text):
+        seen = [image for message in self._shown for image in message.images]
+        same = seen == [placed.image for placed in self._seen_images]
+        if not same or not text.startswith(self._seen_text):
             return text, self._renderer.encode(text), True
         return text, self._without_stop(self._renderer.encode(text[len(self._seen_text) :])), False
 
@@ -714,8 +749,8 @@ def _refuse_images(messages: Sequence[Message]) -> None:
     if image := next((image for message in messages for image in message.images), None):
         raise ImagesRefusedError(
             f"a message holds a picture ({image.format}, {image.width} x {image.height}), and the"
-            " models that are trained here read text alone: choose what the environment says in"
-            " words, such as env.options.view=grid"
+            f" model reads text alone: take one that sees ({', '.join(FAMILIES)}), or choose what"
+            " the environment says in words, such as env.options.view=grid"
         )
 
 

@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
+import numpy as np
 from pydantic import Field
 
 from agentrl.arrays import IntArray, Ragged, floats, ints
@@ -23,6 +24,7 @@ from agentrl.engines.admission import (
     max_new_tokens,
 )
 from agentrl.engines.kv_chains import goes_on
+from agentrl.engines.picture_keys import PictureKeys
 from agentrl.engines.slot_experts import SlotExperts
 from agentrl.engines.slots import (
     Hold,
@@ -74,6 +76,10 @@ _MEMORY_OF_REQUESTS = 256
 class _Live:
     """A live request. Once it has a `slot`, `tokens` are its prompt and sampled tokens.
 
+    `prompt` are the tokens of the prompt with numbers of their own for pictures (`PictureKeys`),
+    which `tokens` have too. `positions_3T`: those of the prompt, if they are not the places of its
+    tokens.
+
     `cached`: how many of them, from the first on, have their KV in the slot.
     `oldest`: the oldest version of the weights that computed some of that KV.
     `routed`: how many have been computed, so that their experts are known. What is computed again
@@ -91,6 +97,8 @@ class _Live:
     logprobs: list[float] = field(default_factory=list)
     supports: list[IntArray] = field(default_factory=list)
     routed: int = 0
+    prompt: IntArray = field(default_factory=lambda: ints(()))
+    positions_3T: IntArray | None = None
     versions: list[int] = field(default_factory=list)
     stops: StopTexts | None = None
     hashes: PrefixHashes | None = None
@@ -105,6 +113,24 @@ class _Live:
         self.slot, self.cached, self.tokens = place.slot, place.cached, place.tokens
         self.oldest = place.oldest
         self.routed = place.cached
+
+    def token_ids(self, start: int, stop: int) -> IntArray:
+        """The tokens from `start` to `stop` as the model has them."""
+        if not self.request.images:
+            return self.tokens.values[start:stop]
+        given = self.request.prompt_ids[start:stop]
+        return ints(np.concatenate([given, self.tokens.values[start + len(given) : stop]]))
+
+    def positions(self, start: int, stop: int) -> IntArray | None:
+        """The positions of these tokens by time, height and width, shape (3, T)."""
+        known = self.positions_3T
+        if known is None:
+            return None
+        given = known[:, start:stop]
+        count = known.shape[1]
+        after = np.arange(max(start, count), max(stop, count)) - count + int(known.max()) + 1
+        later = np.broadcast_to(after, (3, len(after)))
+        return ints(np.concatenate([given, later], axis=1))
 
     def completion(
         self, finish_reason: FinishReason, experts: ExpertChoices | None = None
@@ -130,7 +156,9 @@ class LocalEngine(Engine):
     of the batch.
     """
 
-    offers: ClassVar[EngineOffers] = EngineOffers(reports_experts=True, reads_arrivals=True)
+    offers: ClassVar[EngineOffers] = EngineOffers(
+        reports_experts=True, reads_arrivals=True, reads_images=True
+    )
 
     class Config(Settings):
         """Settings of `engine=local`."""
@@ -192,6 +220,7 @@ class LocalEngine(Engine):
         self._running: dict[int, _Live] = {}
         self._live_ids: set[str] = set()
         self._slots = SlotTable(config.max_batch)
+        self._picture_keys = PictureKeys()
         self._experts = SlotExperts()
         self._keeps_experts = False
         self._openings = Openings()
@@ -246,16 +275,24 @@ class LocalEngine(Engine):
         "length".
         """
         model = self._entered()
+        prompt = self._picture_keys.keyed(request.prompt_ids, request.images)
         max_new = max_new_tokens(
             request,
             max_context=self._max_context,
             vocab_size=model.vocab_size,
             live_ids=self._live_ids,
-            checked=self._slots.known(request.prompt_ids, request.session, request.known),
+            checked=self._slots.known(prompt, request.session, request.known),
+            images=model.sees,
         )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         live = _Live(
-            request, self._arrivals, future, max_new, stops=self._tokenizer.stop_texts(request)
+            request,
+            self._arrivals,
+            future,
+            max_new,
+            prompt=prompt,
+            positions_3T=model.positions(request.prompt_ids, request.images),
+            stops=self._tokenizer.stop_texts(request),
         )
         self._arrivals += 1
         self._later_turns += ((request.known > 0) - self._later_turns) / min(
@@ -497,19 +534,19 @@ class LocalEngine(Engine):
         if not room and not self._running:
             room = 1  # a slot is held for a request that may never come
         for live in strangers[:room]:
-            live.take(self._slots.take_any(live.request.prompt_ids, now))
+            live.take(self._slots.take_any(live.prompt, now))
             self._running[live.slot] = live
 
     def _extend_parked(self, live: _Live) -> bool:
         """Let a request take the parked slot that it extends, if there is one."""
         request = live.request
-        place = self._slots.take_known(request.prompt_ids, request.session, request.known)
+        place = self._slots.take_known(live.prompt, request.session, request.known)
         if place is None and live.parks_seen < self._slots.parks:
             live.parks_seen = self._slots.parks
             if live.hashes is None:
-                live.hashes = prefix_hashes(request.prompt_ids)
+                live.hashes = prefix_hashes(live.prompt)
             place = self._slots.take_extended(
-                request.prompt_ids,
+                live.prompt,
                 live.hashes,
                 session=request.session if goes_on(request) else "",
                 since=self._version,
@@ -612,13 +649,16 @@ class LocalEngine(Engine):
             rows[live] = StepRow(
                 live.slot,
                 start,
-                live.tokens.values[start:stop],
+                live.token_ids(start, stop),
                 stop == len(live.tokens),
                 request.sampling,
                 request.seed,
                 len(live.versions),
                 request.keep_support,
                 source,
+                request.images,
+                request.prompt_ids,
+                live.positions(start, stop),
             )
         return rows
 
@@ -630,7 +670,7 @@ class LocalEngine(Engine):
         """
         if live.cached or not self._config.prefix_cache or len(live.request.prompt_ids) == 1:
             return None
-        prompt = live.request.prompt_ids.tobytes()
+        prompt = live.prompt.tobytes()
         found = self._openings.get(prompt)
         computed = None if found is None else self._computed(*found, rows)
         if found is None or computed is None:

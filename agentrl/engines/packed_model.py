@@ -1,12 +1,17 @@
 """A transformers causal language model, run on packed tokens with a slotted KV cache.
 
 Dimension suffixes: N packed tokens of a step, S slots, R rows of an attention block, T new tokens
-of a row, L cached tokens, H query heads, K key/value heads, D head size, V vocabulary.
+of a row, L cached tokens, H query heads, K key/value heads, D head size, V vocabulary; of
+pictures, I tokens that stand for them, and E the size of hidden states.
 
 The tokens of all rows, whether one each (decoding) or many (prefill), go through the linear layers
 as one sequence without padding. Only attention distinguishes rows, through transformers' own
 attention interface: it writes the new keys and values into their slots, and computes attention in
 blocks of rows of similar size.
+
+Of a model that sees, the language model is called with embeddings, in which the features of
+pictures stand in place of their placeholders. Its positions may have three axes (M-RoPE), and are
+then not the places of the tokens in the cache.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from agentrl.arrays import FloatArray, IntArray, floats, ints
 from agentrl.engines.sampling import Sampler, Truncation, noise_keys
+from agentrl.engines.seen_pictures import SeenPictures
 from agentrl.errors import EngineError
 from agentrl.expert_choices import ChosenExperts
 from agentrl.models.attention_check import (
@@ -34,8 +40,16 @@ from agentrl.models.attention_check import (
 from agentrl.models.facts import longest_context
 from agentrl.models.last_layer import compute_only_needed
 from agentrl.models.routing import Routing
-from agentrl.models.vision import part_of, sees
+from agentrl.models.vision import (
+    Vision,
+    attention_of,
+    auto_class,
+    language_model,
+    part_of,
+    sees,
+)
 from agentrl.models.weight_names import WeightNames
+from agentrl.placed_images import PlacedImage
 from agentrl.protocols import ScoreRequest
 from agentrl.settings.sampling import SamplingParams
 from agentrl.weights.low_rank import LowRank, low_rank_of
@@ -57,6 +71,9 @@ class StepRow:
     `position` is the number of tokens that the request has sampled so far. `keep_support`: return
     what it was drawn from. `copied_from`: a slot whose first `start` tokens are the same, and whose
     KV of them is copied; they may be computed in the same step.
+
+    `images` are the pictures of the prompt, `prompt_ids`. `positions_3T`: the positions of the
+    tokens by time, height and width; None if they are the tokens' places.
     """
 
     slot: int
@@ -68,6 +85,9 @@ class StepRow:
     position: int
     keep_support: bool = False
     copied_from: int | None = None
+    images: Sequence[PlacedImage] = ()
+    prompt_ids: IntArray | None = None
+    positions_3T: IntArray | None = None
 
     @property
     def stop(self) -> int:
@@ -320,6 +340,9 @@ class PackedModel:
         self._layers = [_SlotKv() for _ in range(config.num_hidden_layers)]
         self._sampler = Sampler(self.vocab_size, device)
         self._routing = Routing(self._model)
+        self._vision = Vision(self._model, folder) if sees(self._model.config) else None
+        self._seen = None if self._vision is None else SeenPictures(self._vision, device)
+        self._has_axes = hasattr(self._model.base_model, "get_rope_index")
         self._order: Sequence[StepRow] = ()
         self._kept_R = torch.zeros(0, dtype=torch.long, device=device)
         self._capacity = (0, 0)
@@ -329,6 +352,29 @@ class PackedModel:
     def has_experts(self) -> bool:
         """True if it is a mixture of experts."""
         return self._routing.layers > 0
+
+    @property
+    def sees(self) -> bool:
+        """True if it reads pictures."""
+        return self._vision is not None
+
+    def positions(self, prompt_ids: IntArray, images: Sequence[PlacedImage]) -> IntArray | None:
+        """The positions of a prompt with pictures by time, height and width, shape (3, T); None if
+        they are the places of its tokens. Each token after it is one further than the one before.
+
+        Raises:
+            EngineError: a picture is not as many tokens as the model makes of it.
+        """
+        if self._vision is None or self._seen is None or not images:
+            return None
+        grids = [self._seen.grid(placed.image) for placed in images]
+        try:
+            return self._vision.positions(prompt_ids, images, grids)
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(
+                f"the {len(images)} pictures of a prompt are other numbers of tokens than this"
+                f" model makes of them: render it with the model's own renderer ({error})"
+            ) from error
 
     def step(self, rows: Sequence[StepRow]) -> list[Drawn]:
         """Compute the tokens of all rows; return what each row with `sample` drew, in the order of
@@ -416,12 +462,10 @@ class PackedModel:
         is_own = update is not None and update.is_of(self._folder)
         shapes = expected if is_own else shipment_of(weights).shapes()
         unknown = sorted(shapes.keys() - expected.keys())
-        given = {id(own[name]) for name in shapes if name in own}
+        given = {name for tied in self._tied(own) if tied & shapes.keys() for name in tied}
         missing = sorted(
             name
-            for name in expected.keys()
-            - shapes.keys()
-            - {name for name in own if id(own[name]) in given}
+            for name in expected.keys() - shapes.keys() - given
             # A frozen tower is not sent.
             if not sees(self._model.config) or part_of(name) == "language"
         )
@@ -434,11 +478,23 @@ class PackedModel:
                 f" {missing[:3]}, wrong shape {misshapen[:3]}; nothing was changed"
             )
 
+    def _tied(self, own: Mapping[str, Tensor]) -> list[set[str]]:
+        """The published names of each tensor that has several."""
+        names: dict[int, list[str]] = {}
+        for name, tensor in own.items():
+            names.setdefault(id(tensor), []).append(name)
+        return [
+            {new for one in tied for new in self._names.published_shapes({one: own[one].shape})}
+            for tied in names.values()
+            if len(tied) > 1
+        ]
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy new weights in; they must have been checked. A failed copy leaves a mix of old and
         new weights.
         """
         own, update = self.weights, low_rank_of(weights)
+        self._forget_pictures()
         with torch.no_grad():
             for name, tensor in self._changed(weights, update):
                 own[name].copy_(tensor)
@@ -463,6 +519,7 @@ class PackedModel:
     def load_arrivals(self, arrivals: Iterable[tuple[str, Tensor]]) -> None:
         """The same with weights that arrive one after another."""
         own = self.weights
+        self._forget_pictures()
         if not self._names.conversions:
             with torch.no_grad():
                 for name, tensor in arrivals:
@@ -494,6 +551,7 @@ class PackedModel:
             freed_bytes += sum(weight.nbytes for weight in self._model.parameters())
         self._layers = [_SlotKv() for _ in self._layers]
         self._capacity = (0, 0)
+        self._forget_pictures()
         self._model.to("cpu")
         if on_gpu:
             torch.cuda.empty_cache()
@@ -511,6 +569,10 @@ class PackedModel:
         self._model.to(self._device)
         return moved_bytes or None
 
+    def _forget_pictures(self) -> None:
+        if self._seen is not None:
+            self._seen.forget_features()
+
     @property
     def kv_bytes(self) -> int:
         """Device memory that the KV cache uses, in bytes."""
@@ -527,8 +589,56 @@ class PackedModel:
         `layers`.
         """
         inputs = self._inputs(blocks, layers, capacity)
-        logits: Tensor = self._model(**inputs, logits_to_keep=kept_R, needed_P=kept_R).logits
-        return logits[0]
+        if self._seen is None:
+            logits: Tensor = self._model(**inputs, logits_to_keep=kept_R, needed_P=kept_R).logits
+            return logits[0]
+        order = [row for block in blocks for row in block]
+        if any(row.images for row in order):
+            inputs |= self._embedded(inputs.pop("input_ids"), order)
+        states_1NE = language_model(self._model)(**inputs, needed_P=kept_R).last_hidden_state
+        of_kept: Tensor = self._model.get_output_embeddings()(states_1NE[0, kept_R])
+        return of_kept
+
+    def _embedded(self, tokens_1N: Tensor, order: Sequence[StepRow]) -> dict[str, Any]:
+        """The arguments of the language model in place of tokens, among which pictures are."""
+        assert self._vision is not None
+        assert self._seen is not None
+        places: list[IntArray] = []
+        rows: list[Tensor] = []
+        deeper: list[list[Tensor]] = []
+        first = 0
+        for row in order:
+            for placed in row.images:
+                assert row.prompt_ids is not None
+                span_T = row.prompt_ids[placed.start : placed.stop]
+                own = np.flatnonzero(span_T == self._vision.placeholder) + placed.start
+                computed = (own >= row.start) & (own < row.stop)
+                if not computed.any():
+                    continue
+                found = self._seen.features(placed.image)
+                if len(found.rows_FH) != len(own):
+                    raise EngineError(
+                        f"a picture has {len(own)} tokens in a prompt and {len(found.rows_FH)} rows"
+                        " of features: render the prompt with the model's own renderer"
+                    )
+                taken = self._tensor(np.flatnonzero(computed))
+                places.append(ints(own[computed] - row.start + first))
+                rows.append(found.rows_FH.index_select(0, taken))
+                deeper.append([one.index_select(0, taken) for one in found.deeper])
+            first += len(row.token_ids)
+        embedded_1NE = self._model.get_input_embeddings()(tokens_1N)
+        if not places:
+            return {"inputs_embeds": embedded_1NE}
+        places_I = self._tensor(np.concatenate(places).astype(np.int64))
+        rows_IE = torch.cat(rows).to(embedded_1NE.dtype)
+        arguments = {"inputs_embeds": embedded_1NE.index_copy(1, places_I, rows_IE[None])}
+        if deeper[0]:
+            shows_N = torch.zeros_like(tokens_1N[0], dtype=torch.bool)
+            arguments["visual_pos_masks"] = shows_N.index_fill(0, places_I, True)[None]
+            arguments["deepstack_visual_embeds"] = [
+                torch.cat(of_layer) for of_layer in zip(*deeper, strict=True)
+            ]
+        return arguments
 
     def _inputs(
         self, blocks: Sequence[Sequence[StepRow]], layers: list[_SlotKv], capacity: tuple[int, int]
@@ -551,10 +661,22 @@ class PackedModel:
         )
         return {
             "input_ids": tokens_N[None],
-            "position_ids": plan.positions_N[None],
+            "position_ids": self._axes(order) if self._has_axes else plan.positions_N[None],
             "use_cache": False,
             "plan": plan,
         }
+
+    def _axes(self, order: Sequence[StepRow]) -> Tensor:
+        """The positions of the tokens by time, height and width, shape (3, 1, N)."""
+        of_rows = [
+            (
+                np.broadcast_to(np.arange(row.start, row.stop), (3, len(row.token_ids)))
+                if row.positions_3T is None
+                else row.positions_3T
+            )
+            for row in order
+        ]
+        return self._tensor(np.concatenate(of_rows, axis=1).astype(np.int64))[:, None]
 
     def _together(self, rows_T: Sequence[Tensor], windows: Windows) -> list[Tensor]:
         """The last hidden states of sequences: of all their tokens but one in one step, and of the
@@ -569,7 +691,8 @@ class PackedModel:
             ]
             blocks = _blocks(rows)
             called = self._inputs(blocks, layers, capacity)
-            states_NH = self._model.base_model(**called, windows=windows).last_hidden_state[0]
+            inside = language_model(self._model)
+            states_NH = inside(**called, windows=windows).last_hidden_state[0]
             order = [row for block in blocks for row in block]
             for row, own in zip(
                 order, states_NH.split([len(row.token_ids) for row in order]), strict=True
@@ -717,17 +840,17 @@ def _scored_of(row: StepRow, request: ScoreRequest) -> tuple[IntArray, IntArray]
 
 
 def _load(folder: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     check_kind(config, folder, trust_remote_code=trust_remote_code)
     AttentionInterface.register(_ATTENTION, _attend)
     with _no_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(
+        model = auto_class(config).from_pretrained(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=_ATTENTION,
+            attn_implementation=attention_of(config, _ATTENTION),
             trust_remote_code=trust_remote_code,
         )
     compute_only_needed(model)

@@ -303,10 +303,11 @@ class Router(Engine):
         Raises:
             LethalRequestError: replicas have died of it, or of one with the same prompt and seed.
         """
+        shown = "".join(placed.image.digest for placed in request.images)
         suspect = Suspect(
             f"request {request.id} ({len(request.prompt_ids)} tokens)",
             # Others may sample otherwise.
-            lambda: request.prompt_ids.tobytes() + str(request.seed).encode(),
+            lambda: request.prompt_ids.tobytes() + f"{request.seed}{shown}".encode(),
         )
         done: Completion | None = None
         interruptions = self._interruptions

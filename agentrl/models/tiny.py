@@ -6,7 +6,7 @@ tests, examples and laptops train such models. The architecture is Qwen3 with ti
 tokenizer is byte-level BPE, so it decodes any text that it encoded unchanged.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -138,13 +138,15 @@ def create_tiny_model(
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty; name a new folder for the model")
     dialect = _DIALECTS[template]
-    tokenizer = _wrap(_train_tokenizer(corpus or (), dialect), dialect)
+    specials = [dialect.pad, dialect.end, *dialect.others]
+    tokenizer = _wrap(train_tokenizer(corpus or (), specials), dialect)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     _write_weights(folder, model_config(size, len(tokenizer), **ends), seed)
     tokenizer.save_pretrained(folder)
 
 
-def _train_tokenizer(corpus: Iterable[str], dialect: _Dialect) -> "Tokenizer":
+def train_tokenizer(corpus: Iterable[str], specials: Sequence[str]) -> "Tokenizer":
+    """A byte-level tokenizer whose merges are learned from `corpus` and a few built-in lines."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -159,7 +161,7 @@ def _train_tokenizer(corpus: Iterable[str], dialect: _Dialect) -> "Tokenizer":
         vocab_size=MAX_VOCAB_SIZE,
         min_frequency=1,
         show_progress=False,
-        special_tokens=[dialect.pad, dialect.end, *dialect.others],
+        special_tokens=[*specials],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     tokenizer.train_from_iterator(_with_core(corpus), trainer)
@@ -246,4 +248,5 @@ __all__ = [
     "ModelSize",
     "create_tiny_model",
     "model_config",
+    "train_tokenizer",
 ]

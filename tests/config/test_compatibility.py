@@ -457,6 +457,15 @@ ROWS = [
         ),
     ),
     Row(
+        "trainer_reads_pictures",
+        "env=frozen_lake env.options.view=picture trainer=deepspeed",
+        "env=frozen_lake env.options.view=grid trainer=deepspeed",
+        (
+            "frozen_lake shows pictures, and trainer=deepspeed learns from text alone: choose what"
+            " the environment says in words, such as env.options.view=grid"
+        ),
+    ),
+    Row(
         "proposals_are_sampled_without_min_p",
         "engine=vllm engine.speculative.tokens=2 evaluation.min_p=0.1",
         "engine=vllm engine.speculative.tokens=2 evaluation.top_p=0.9",

@@ -147,7 +147,7 @@ def test_a_model_that_reads_text_alone_is_shown_no_less_but_fails(tmp_path: Path
     status = played(Screen, TemplateRenderer).status
     assert isinstance(status, Failed)
     assert (status.layer, status.final) == ("environment", True)
-    assert "a message holds a picture (png, 8 x 6), and the models" in status.error
+    assert "a message holds a picture (png, 8 x 6), and the model reads" in status.error
     config = tmp_path / "run.yaml"
     config.write_text("env: {name: frozen_lake, options: {view: picture}}\nsteps: 1\n")
     with pytest.raises(ConfigError, match=r"env\.options: frozen_lake would show pictures"):

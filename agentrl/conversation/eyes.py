@@ -1,0 +1,126 @@
+"""`Eyes`: how a model that sees has pictures written in its prompts.
+
+A chat template writes one placeholder for each picture. The family's processor puts as many there
+as the picture has rows of features, and those are the tokens of the prompt. The text of others
+holds no placeholder, since it is guarded like all control tokens
+(`agentrl.conversation.control_tokens`), so those of a rendered text are the pictures of its
+messages, in order.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from agentrl.arrays import IntArray
+from agentrl.encoded_image import EncodedImage
+from agentrl.errors import ConfigError, ImagesRefusedError
+from agentrl.placed_images import PlacedImage
+
+FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+"""The families whose pictures can be rendered, by `model_type` of their configs."""
+
+
+class _Vocabulary(Protocol):
+    def convert_ids_to_tokens(self, ids: int) -> str: ...
+
+
+class Eyes:
+    """The placeholders of a model's family. `folder` has the settings of its image processor.
+
+    Raises:
+        ConfigError: the folder has no image processor that can be read.
+    """
+
+    def __init__(self, folder: Path, placeholder: str, placeholder_id: int) -> None:
+        from transformers import AutoImageProcessor
+
+        self.placeholder = placeholder
+        """Its text, of which a template writes one for each picture."""
+        self._id = placeholder_id
+        try:
+            # Pillow's everywhere: torchvision would make other pixels on machines that have it.
+            self._processor: Any = AutoImageProcessor.from_pretrained(
+                folder, local_files_only=True, backend="pil"
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(
+                f"{folder} has no image processor that transformers can read"
+                f" (preprocessor_config.json): {error}. Copy the file from the model's own folder"
+            ) from error
+        self._count = lru_cache(maxsize=4096)(self._count_of)
+
+    @classmethod
+    def of_model(cls, folder: Path, tokenizer: _Vocabulary) -> "Eyes | None":
+        """The eyes of the model in a folder; None if it has none, or of a family that is not known.
+
+        Raises:
+            ConfigError: as `Eyes`.
+        """
+        found = seeing_family(folder)
+        if found not in FAMILIES:
+            return None
+        from transformers import AutoConfig
+
+        token_id: int = AutoConfig.from_pretrained(folder, local_files_only=True).image_token_id
+        return cls(folder, tokenizer.convert_ids_to_tokens(token_id), token_id)
+
+    def expanded(self, text: str, images: Sequence[EncodedImage]) -> str:
+        """A rendered text in which each placeholder is as many as its picture has.
+
+        Raises:
+            ImagesRefusedError: the template has not written one for each picture, or the model's
+                image processor takes no picture of this shape.
+        """
+        pieces = text.split(self.placeholder)
+        if len(pieces) != len(images) + 1:
+            raise ImagesRefusedError(
+                f"the chat template writes {len(pieces) - 1} placeholders for {len(images)}"
+                " pictures: name a template of the model's family in model.chat_template"
+            )
+        written = [pieces[0]]
+        for image, piece in zip(images, pieces[1:], strict=True):
+            written += [self.placeholder * self._count(image.width, image.height), piece]
+        return "".join(written)
+
+    def placed(
+        self, token_ids: IntArray, images: Sequence[EncodedImage]
+    ) -> tuple[PlacedImage, ...]:
+        """Where pictures are in the tokens of a text that was expanded with them."""
+        if not images:
+            return ()
+        places = iter(np.flatnonzero(token_ids == self._id).tolist())
+        found: list[PlacedImage] = []
+        for image in images:
+            own = [*islice(places, self._count(image.width, image.height))]
+            found.append(PlacedImage(own[0], own[-1] + 1 - own[0], image))
+        return tuple(found)
+
+    def _count_of(self, width: int, height: int) -> int:
+        """The number of tokens of a picture of this size, by the family's own image processor."""
+        try:
+            patches: int = self._processor.get_number_of_image_patches(height, width, {})
+        except ValueError as error:
+            raise ImagesRefusedError(
+                f"the model takes no picture of {width} x {height} pixels: {error}"
+            ) from error
+        merged: int = self._processor.merge_size**2
+        return patches // merged
+
+
+def seeing_family(folder: Path) -> str:
+    """The family of a model that sees, by the `model_type` of its config; "" if it has no tower, or
+    there is no config.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return ""
+    return str(config.get("model_type", "")) if "vision_config" in config else ""
+
+
+__all__ = ["FAMILIES", "Eyes", "seeing_family"]

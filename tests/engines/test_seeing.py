@@ -1,0 +1,180 @@
+"""`engine=local` with a model that sees: what the family's own forward pass computes."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agentrl.arrays import ints
+from agentrl.conversation.eyes import Eyes
+from agentrl.encoded_image import EncodedImage
+from agentrl.engines.local import LocalEngine
+from agentrl.errors import EngineError, ImagesRefusedError
+from agentrl.models.vision import Vision
+from agentrl.placed_images import PlacedImage, shifted
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
+from agentrl.testing.vision_models import VisionFamily, create_tiny_vision_model
+from agentrl.trajectory import Completion
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5)
+Context = tuple[list[int], tuple[PlacedImage, ...]]
+
+
+def picture(seed: int, height: int = 64, width: int = 64) -> EncodedImage:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return EncodedImage.of_pixels(pixels)
+
+
+class Family:
+    """A model as its family computes it."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        self.vision = Vision(self.model, folder)
+        eyes = Eyes.of_model(folder, AutoTokenizer.from_pretrained(folder))
+        assert eyes is not None
+        self.eyes = eyes
+
+    def context(self, *parts: Sequence[int] | EncodedImage) -> Context:
+        """Tokens, with pictures among them."""
+        ids: list[int] = []
+        images = [part for part in parts if isinstance(part, EncodedImage)]
+        for part in parts:
+            if isinstance(part, EncodedImage):
+                written = self.eyes.expanded(self.eyes.placeholder, [part])
+                ids += [3, *[self.vision.placeholder] * written.count("pad"), 4]
+            else:
+                ids += part
+        return ids, self.eyes.placed(ints(ids), images)
+
+    def continued(self, context: Context, count: int) -> tuple[list[int], list[float]]:
+        """The most likely tokens after a context, each by a forward pass over all before it."""
+        ids, images = [*context[0]], context[1]
+        logprobs = []
+        for _ in range(count):
+            logits_V = self._logits(torch.tensor(ids), images)
+            ids.append(int(logits_V.argmax()))
+            logprobs.append(float(logits_V.log_softmax(-1)[ids[-1]]))
+        return ids[-count:], logprobs
+
+    @torch.no_grad()
+    def _logits(self, tokens_T: Any, images: Sequence[PlacedImage]) -> Any:
+        """The family's own classes, which know no placeholder that a model has sampled."""
+        inside, embedded_1TE, more = (
+            self.model.model,
+            self.model.get_input_embeddings()(tokens_T[None]),
+            {},
+        )
+        if images:
+            inputs = self.vision.inputs([placed.image for placed in images]).tensors
+            shows_1T = torch.zeros(1, len(tokens_T), dtype=torch.bool)
+            for placed in images:
+                shows_1T[0, placed.start : placed.stop] = True
+            found = inside.get_image_features(**inputs, return_dict=True)
+            features_FE = torch.cat(list(found.pooler_output))
+            embedded_1TE = embedded_1TE.masked_scatter(shows_1T[..., None], features_FE)
+            more["position_ids"], _ = inside.get_rope_index(
+                tokens_T[None],
+                mm_token_type_ids=shows_1T.int(),
+                image_grid_thw=inputs["image_grid_thw"],
+            )
+            if deeper := getattr(found, "deepstack_features", None):
+                more |= {
+                    "visual_pos_masks": shows_1T,
+                    "deepstack_visual_embeds": [
+                        torch.cat(list(one)) if isinstance(one, list | tuple) else one
+                        for one in deeper
+                    ],
+                }
+        states_1TE = inside.language_model(inputs_embeds=embedded_1TE, use_cache=False, **more)[0]
+        return self.model.lm_head(states_1TE[0, -1])
+
+
+def request(name: str, context: Context, **more: Any) -> GenerateRequest:
+    return GenerateRequest(name, ints(context[0]), GREEDY, images=context[1], **more)
+
+
+def check(family: Family, context: Context, answer: Completion) -> None:
+    tokens, logprobs = family.continued(context, len(answer.token_ids))
+    assert answer.token_ids.tolist() == tokens
+    np.testing.assert_allclose(answer.logprobs, logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2_5_vl",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen2_vl", "qwen3_vl")),
+    ],
+)
+def test_answers_are_those_of_the_familys_own_forward_pass(
+    name: VisionFamily, tmp_path: Path
+) -> None:
+    create_tiny_vision_model(tmp_path / "model", name)
+    family = Family(tmp_path / "model")
+    one, other, wide = picture(0), picture(1), picture(2, 60, 130)
+    contexts = [
+        family.context([10, 20, 30], one, [40, 41]),
+        family.context([10, 20, 30], other, [40, 41]),  # the same tokens
+        family.context([17] * 9, wide, [13], one, [15]),
+        family.context([19, 18, 17]),
+    ]
+
+    async def main() -> None:
+        async with LocalEngine(LocalEngine.Config(dtype="float32"), tmp_path / "model") as engine:
+            answers = await asyncio.gather(
+                *(
+                    engine.generate(request(f"{n}", c, session=f"{n}"))
+                    for n, c in enumerate(contexts)
+                )
+            )
+            for context, answer in zip(contexts, answers, strict=True):
+                check(family, context, answer)
+            for number, answer in enumerate(answers):
+                begun = [*contexts[number][0], *answer.token_ids.tolist()]
+                ids, images = family.context([33], wide, [12])
+                known = len(begun)
+                later = [*begun, *ids], (*contexts[number][1], *shifted(images, known))
+                before = engine.stats().prefilled_tokens
+                asked = request(f"later-{number}", later, session=f"{number}", known=known)
+                check(family, later, await engine.generate(asked))
+                # The new tokens, and the last one that was sampled.
+                assert engine.stats().prefilled_tokens - before == len(ids) + 1
+            # Without a session, what is cached is found by tokens and pictures.
+            before = engine.stats().cached_tokens
+            again = [*contexts[0][0], *answers[0].token_ids.tolist(), 33], contexts[1][1]
+            check(family, again, await engine.generate(request("again", again)))
+            assert engine.stats().cached_tokens == before
+            # Other weights see other things in the same pictures.
+            create_tiny_vision_model(tmp_path / "other", name, seed=1)
+            await engine.update_weights(load_file(tmp_path / "other" / "model.safetensors"), 1)
+            updated = Family(tmp_path / "other")
+            check(updated, contexts[0], await engine.generate(request("new", contexts[0])))
+
+    asyncio.run(main())
+
+
+def test_a_model_without_eyes_and_tokens_of_others_are_refused(
+    tiny_model_dir: Path, seeing_model_dir: Path
+) -> None:
+    placed = (PlacedImage(1, 2, picture(0)),)
+    asked = GenerateRequest("r", ints([9, 5, 5, 9]), GREEDY, images=placed)
+
+    async def ask(folder: Path) -> None:
+        async with LocalEngine(LocalEngine.Config(dtype="float32"), folder) as engine:
+            await engine.generate(asked)
+
+    with pytest.raises(ImagesRefusedError, match="r has pictures in its tokens"):
+        asyncio.run(ask(tiny_model_dir))
+    with pytest.raises(EngineError, match="render it with the model's own renderer"):
+        asyncio.run(ask(seeing_model_dir))
