@@ -51,9 +51,9 @@ class ShellTaskEnv(SandboxedEnv):
 
     async def _judge(self) -> float:
         """1 if the test passes on the working folder, in a sandbox that the model never had."""
-        made = await self._sandboxes.work_in(self._live)
-        await self._end()
-        return await self._sandboxes.verdict(made)
+        async with self._sandboxes.work_in(self._live) as made:
+            await self._end()
+            return await self._sandboxes.verdict(made)
 
     @property
     def _sandboxes(self) -> TaskSandboxes:

@@ -102,10 +102,11 @@ class SandboxedAgent:
                 outcome = await self._played(sandbox, inside)
             if not task.test:
                 return outcome
-            made = await sandboxes.work_in(sandbox)
+            async with sandboxes.work_in(sandbox) as made:
+                await sandbox.close()
+                reward = await sandboxes.verdict(made)
         finally:
             await sandbox.close()
-        reward = await sandboxes.verdict(made)
         return AgentOutcome(reward, reward >= 1)
 
     async def _check(self) -> None:

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 from agentrl.protocols import Command, EndedBy, Executed, SandboxSnapshot
 from agentrl.sandbox.archive import checked_archive
-from agentrl.sandbox.cut_output import CutOutput
+from agentrl.sandbox.cut_output import KeptOutput
 
 FILE_SECONDS = 60.0
-"""Seconds in which a file must be read or written."""
+"""Seconds in which a small file must be read or written."""
+_SLOWEST = 4 << 20
+"""Bytes a second of large ones."""
 _NO_FILE, _NO_REGULAR_FILE = 41, 42
 _READ = f'[ -e "$1" ] || exit {_NO_FILE}; [ -f "$1" ] || exit {_NO_REGULAR_FILE}; head -c "$2" "$1"'
 _WRITE = 'mkdir -p "$(dirname "$1")" && cat > "$1"'
@@ -29,8 +31,8 @@ class Output:
     """What a command has left, in bytes."""
 
     exit: int
-    stdout: CutOutput
-    stderr: CutOutput
+    stdout: KeptOutput
+    stderr: KeptOutput
     ended_by: EndedBy
     seconds: float
 
@@ -95,7 +97,7 @@ class CommandSandbox(ABC):
             raise FileNotFoundError(f"{path!r} does not exist")
         if output.exit == _NO_REGULAR_FILE:
             raise OSError(f"{path!r} is not a file")
-        content = output.stdout.kept()
+        content = output.stdout.content
         if len(content) > most or output.stdout.cut:
             raise OSError(f"{path!r} has more than {most} bytes")
         if output.exit or output.ended_by != "itself":
@@ -109,7 +111,7 @@ class CommandSandbox(ABC):
             Command(
                 ["/bin/sh", "-c", script, "sh", *arguments],
                 stdin=stdin,
-                deadline=FILE_SECONDS,
+                deadline=FILE_SECONDS + (len(stdin) + output) / _SLOWEST,
                 output=output,
                 folder=self.folder,
             )

@@ -3,6 +3,30 @@
 This module also runs inside jails, so it uses only the standard library.
 """
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KeptOutput:
+    """What is left of an output."""
+
+    content: bytes
+    """What was kept."""
+    first: int
+    """Bytes of it that are the beginning, where something was cut out."""
+    cut: int = 0
+    """Bytes that were cut out after them."""
+
+    def text(self) -> str:
+        """It as text, with a notice where something was cut out."""
+        if not self.cut:
+            return self.content.decode(errors="replace")
+        head, tail = (
+            part.decode(errors="replace")
+            for part in (self.content[: self.first], self.content[self.first :])
+        )
+        return f"{head}\n[... {self.cut} bytes left out ...]\n{tail}"
+
 
 class CutOutput:
     """Bytes that a command writes, of which at most `most` are kept."""
@@ -11,14 +35,6 @@ class CutOutput:
         self._first, self._last = most - most // 2, most // 2
         self._head, self._tail = bytearray(), bytearray()
         self._written = 0
-
-    @classmethod
-    def of(cls, kept: bytes, most: int, cut: int) -> "CutOutput":
-        """What another one has kept, and what it has cut out."""
-        output = cls(most)
-        output.add(kept)
-        output._written += cut
-        return output
 
     def add(self, part: bytes) -> None:
         """Keep what is written next."""
@@ -39,15 +55,12 @@ class CutOutput:
         self._trim()
         return self._written - len(self._head) - len(self._tail)
 
-    def kept(self) -> bytes:
-        """What was kept, without a notice."""
+    @property
+    def parts(self) -> tuple[bytearray, bytearray]:
+        """The beginning and the end, without a copy."""
         self._trim()
-        return bytes(self._head + self._tail)
+        return self._head, self._tail
 
-    def text(self) -> str:
-        """What was kept as text, with a notice where something was cut out."""
-        cut = self.cut
-        head, tail = (part.decode(errors="replace") for part in (self._head, self._tail))
-        if not cut:
-            return self.kept().decode(errors="replace")
-        return f"{head}\n[... {cut} bytes left out ...]\n{tail}"
+    def kept(self) -> KeptOutput:
+        """What was kept."""
+        return KeptOutput(b"".join(self.parts), self._first, self.cut)

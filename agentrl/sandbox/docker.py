@@ -491,7 +491,11 @@ class DockerSandbox(CommandSandbox):
             elif status in {None, _KILLED}:
                 ended_by, status = await self._who_killed(), _KILLED
         return Output(
-            status or 0, running.stdout, running.stderr, ended_by, time.perf_counter() - began
+            status or 0,
+            running.stdout.kept(),
+            running.stderr.kept(),
+            ended_by,
+            time.perf_counter() - began,
         )
 
     async def _kill(self, group: str) -> None:
@@ -515,7 +519,7 @@ class DockerSandbox(CommandSandbox):
                 await counts.to_its_end(run.start(timeout=_NO_TIMEOUT))
         if not counts.group:  # it could not start: what killed the command has killed all
             return await self._what_is_used_up(counts)
-        words = counts.stdout.text().split()
+        words = counts.stdout.kept().text().split()
         before, self._kills = self._kills, sum(map(int, filter(str.isdigit, words)))
         return "memory" if self._kills > before else "itself"
 
@@ -535,7 +539,7 @@ class DockerSandbox(CommandSandbox):
             return "processes"
         if stats["memory_stats"].get("usage", 0) >= 0.9 * self._resources.memory:
             return "memory"
-        said = f"{running.stdout.text()} {running.stderr.text()}".strip()
+        said = f"{running.stdout.kept().text()} {running.stderr.kept().text()}".strip()
         raise SandboxError(f"a command did not start: {said[-500:]}")
 
     async def _check_running(self) -> None:

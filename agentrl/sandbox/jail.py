@@ -11,18 +11,20 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import agentrl
 from agentrl.sandbox import cgroup
-from agentrl.sandbox.order import DONE, HEADER, LARGEST_MESSAGE, Order
-from agentrl.sandbox.outcome import LimitHit, Outcome, Ran, SandboxLost
+from agentrl.sandbox.order import DONE, HEADER, LARGEST_REPORT, PIECE, Order, Report
+from agentrl.sandbox.outcome import Limit, LimitHit, Outcome, Ran, SandboxLost
 from agentrl.sandbox.settings import SandboxConfig
 
 _START_SECONDS = 30.0
 _FIRST_BYTES = 1 << 16
 _GRACE_SECONDS = 3.0
 """Seconds after a run's wall limit within which its jail must report that."""
+_SLOWEST = 8 << 20
+"""Bytes a second of a report: more time is given to long ones."""
 _SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache"),
     "/etc/alternatives",  # links to which programs of Debian lead, such as awk
@@ -48,7 +50,7 @@ class JailError(Exception):
 
 class Jail:
     """A process that forks another for every program. Made by `start`; after a `SandboxLost` it is
-    `dead`.
+    `dead`. Whatever it sends, no more of it is kept than an order asks for.
     """
 
     def __init__(self, backend: str, config: SandboxConfig, disk: int = 0, port: int = 0) -> None:
@@ -94,11 +96,20 @@ class Jail:
         Raises:
             JailError: the machine does not support `backend`; says what it lacks.
         """
-        jail = cls(backend, config, disk, port)
+        # In a thread, as a busy machine takes its time until the new process is one.
+        loop = asyncio.get_running_loop()
+        made = loop.run_in_executor(None, cls, backend, config, disk, port)
+        try:
+            jail = await asyncio.shield(made)
+        except asyncio.CancelledError:
+            made.add_done_callback(_kill_made)
+            raise
         try:
             async with asyncio.timeout(_START_SECONDS):
                 reply = await jail._first_message()
-                jail._reader, jail._writer = await asyncio.open_connection(sock=jail._socket)
+                jail._reader, jail._writer = await asyncio.open_connection(
+                    sock=jail._socket, limit=PIECE
+                )
         except (OSError, EOFError, TimeoutError) as error:
             raise JailError(jail._last_words(error)) from error
         except BaseException:
@@ -117,23 +128,24 @@ class Jail:
 
     async def run(self, order: Order) -> Outcome:
         """Run one program. Cancelling kills the jail and all that the program has started."""
-        reply = await self.reply_to(order)
-        if isinstance(reply, SandboxLost):
-            return reply
-        wrote = {"stdout": reply["stdout"], "stderr": reply["stderr"], "seconds": reply["seconds"]}
-        return LimitHit(reply["hit"], **wrote) if reply["hit"] else Ran(exit=reply["exit"], **wrote)
+        report = await self.report_on(order)
+        if isinstance(report, SandboxLost):
+            return report
+        stdout, stderr = report.stdout.text(), report.stderr.text()
+        if report.exit is None or report.hit:
+            return LimitHit(cast(Limit, report.hit), stdout, stderr, report.seconds)
+        return Ran(stdout, stderr, report.exit, report.seconds)
 
-    async def reply_to(self, order: Order) -> Mapping[str, Any] | SandboxLost:
+    async def report_on(self, order: Order) -> Report | SandboxLost:
         """Run one program, and return its supervisor's report. Cancelling kills the jail."""
         try:
-            async with asyncio.timeout(order.wall + _GRACE_SECONDS):
-                assert self._writer is not None
-                self._writer.write(order.pack())
-                await self._writer.drain()
-                reply = await self._receive()
-                await self._reader.readexactly(len(DONE))
-                return reply
-        except (OSError, EOFError, ValueError, TimeoutError) as error:
+            async with asyncio.timeout(order.wall + _GRACE_SECONDS + order.output / _SLOWEST):
+                await self._send(order)
+                report = await self._receive(order)
+                if await self._reader.readexactly(len(DONE)) != DONE:
+                    raise ValueError("more than a report")
+                return report
+        except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
             return SandboxLost(self._last_words(error))
         except BaseException:
             self.kill()
@@ -156,12 +168,37 @@ class Jail:
         message: dict[str, Any] = json.loads(said[HEADER.size :])
         return message
 
-    async def _receive(self) -> Mapping[str, Any]:
-        (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-        if size > LARGEST_MESSAGE:
-            raise ValueError(f"a message of {size} bytes")
-        reply: dict[str, Any] = json.loads(await self._reader.readexactly(size))
-        return reply
+    async def _send(self, order: Order) -> None:
+        """Send an order, and of its input no more at a time than the jail has taken."""
+        assert self._writer is not None
+        self._writer.write(order.head)
+        with memoryview(order.stdin) as stdin:
+            for at in range(0, len(stdin), PIECE):
+                self._writer.write(stdin[at : at + PIECE])
+                await self._writer.drain()
+        await self._writer.drain()
+
+    async def _receive(self, order: Order) -> Report:
+        """A report of what was ordered. Nobody has checked what a jail sends."""
+        size, follows = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+        if size > LARGEST_REPORT or follows > order.most_written:
+            raise ValueError(f"a report of {size} and {follows} bytes")
+        told = json.loads(await self._reader.readexactly(size))
+        sizes = [int(one) for one in told["sizes"]]
+        if len(sizes) != 2 or min(sizes) < 0 or sum(sizes) != follows:
+            raise ValueError(f"a report of {follows} bytes that are {sizes}")
+        stdout, stderr = [await self._bytes(one) for one in sizes]
+        return Report.read(told, (stdout, stderr), order.output)
+
+    async def _bytes(self, count: int) -> bytes:
+        """So many bytes: as they come, since `readexactly` keeps them twice."""
+        parts = []
+        while count:
+            parts.append(await self._reader.read(min(count, PIECE)))
+            if not parts[-1]:
+                raise EOFError("the jail ended within its report")
+            count -= len(parts[-1])
+        return b"".join(parts)
 
     def _last_words(self, error: Exception) -> str:
         """Kill the jail, and return what went wrong."""
@@ -192,3 +229,9 @@ class Jail:
         cgroup.remove(self._group)
         with suppress(OSError, RecursionError):
             shutil.rmtree(self._scratch)
+
+
+def _kill_made(made: "asyncio.Future[Any]") -> None:
+    """End a jail that nobody waited for."""
+    if not made.cancelled() and made.exception() is None:
+        made.result().kill()

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field
 
@@ -33,9 +33,8 @@ from agentrl.protocols import (
 )
 from agentrl.sandbox.archive import LARGEST_ARCHIVE, archive_of_folder
 from agentrl.sandbox.by_commands import CommandSandbox, Output
-from agentrl.sandbox.cut_output import CutOutput
 from agentrl.sandbox.jail import Jail, JailError
-from agentrl.sandbox.order import Order
+from agentrl.sandbox.order import Order, Report
 from agentrl.sandbox.outcome import SandboxLost
 from agentrl.sandbox.settings import SandboxConfig
 from agentrl.settings.base import PathText, Settings
@@ -215,10 +214,10 @@ class JailSandbox(CommandSandbox):
                 await self.close()
             if self._jail.dead:
                 raise SandboxError("the sandbox is closed, or its lease is over")
-            reply = await self._jail.reply_to(self._order(command))
-        if isinstance(reply, SandboxLost):
-            raise SandboxError(reply.error)
-        return _output(reply, command)
+            report = await self._jail.report_on(self._order(command))
+        if isinstance(report, SandboxLost):
+            raise SandboxError(report.error)
+        return _output(report)
 
     def _order(self, command: Command) -> Order:
         limits, cpus = self._spec.resources, self._spec.resources.cpus
@@ -234,25 +233,20 @@ class JailSandbox(CommandSandbox):
         )
         return Order(
             program,
-            command.stdin.decode("latin-1"),
+            command.stdin,
             wall=command.deadline,
             cpu=command.deadline * cpus * self._provider.settings.cpu_share,
             memory=limits.memory,
             processes=limits.processes,
             disk=limits.disk,
             output=command.output,
-            encoding="latin-1",
             cut=True,
         )
 
 
-def _output(reply: Mapping[str, Any], command: Command) -> Output:
-    stdout, stderr = (
-        CutOutput.of(reply[name].encode("latin-1"), command.output, cut)
-        for name, cut in zip(("stdout", "stderr"), reply["cut"], strict=True)
-    )
-    if reply["hit"]:
-        return Output(_KILLED, stdout, stderr, _ENDED[reply["hit"]], reply["seconds"])
-    status = int(reply["exit"])
-    status = status if status >= 0 else 128 - status
-    return Output(status, stdout, stderr, "itself", reply["seconds"])
+def _output(report: Report) -> Output:
+    written = (report.stdout, report.stderr)
+    if report.exit is None or report.hit:
+        return Output(_KILLED, *written, _ENDED.get(report.hit, "itself"), report.seconds)
+    status = report.exit if report.exit >= 0 else 128 - report.exit
+    return Output(status, *written, "itself", report.seconds)

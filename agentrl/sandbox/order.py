@@ -1,20 +1,27 @@
-"""Messages between driver and jail: an `Order` to the jail, a dict of results back, each as its
-length and JSON.
+"""Messages between driver and jail: an `Order` to the jail, a `Report` back.
 
-`DONE` follows the results, once nothing of the run is left.
+Each is the length of its JSON and of the bytes that follow, the JSON, and the bytes: a program's
+input, or what it wrote, as they are. `DONE` follows the report, once nothing of the run is left.
 
 This module also runs inside jails, so it uses only the standard library.
 """
 
 import json
 import struct
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
-HEADER = struct.Struct("!I")
+from agentrl.sandbox.cut_output import KeptOutput
+
+HEADER = struct.Struct("!IQ")
 DONE = b"."
-LARGEST_MESSAGE = 256 << 20
-"""Bytes; a header that states a longer message is invalid."""
+LARGEST_JSON = 64 << 20
+"""Bytes of an order without its input; a header that states more is invalid."""
+LARGEST_REPORT = 1 << 12
+"""The same of a report without what was written."""
+PIECE = 1 << 18
+"""Bytes of a long message that are sent at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,25 +29,66 @@ class Order:
     """One program to run, with the limits of this run: seconds, bytes, and a count of processes."""
 
     program: str
-    stdin: str
+    stdin: bytes
     wall: float
     cpu: float
     memory: int
     processes: int
     disk: int
     output: int
-    encoding: str = "utf-8"
-    """How `stdin` becomes bytes, and output becomes text: with latin-1, each byte one character."""
     cut: bool = False
     """True if output beyond the limit is left out, and the run goes on; the limit is then one for
     each of stdout and stderr."""
 
-    def pack(self) -> bytes:
-        """The order as bytes."""
-        return pack(asdict(self))
+    @property
+    def head(self) -> bytes:
+        """The message without its input, which follows."""
+        told = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "stdin"}
+        return pack(told, len(self.stdin))
+
+    @property
+    def most_written(self) -> int:
+        """Bytes that a report of it may have."""
+        return 2 * self.output if self.cut else self.output
 
 
-def pack(message: dict[str, Any]) -> bytes:
-    """A message as bytes."""
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What has become of an order."""
+
+    hit: str
+    """The limit that ended the run, if one did."""
+    exit: int | None
+    """The exit status of the program, or minus the signal that ended it; None if a limit did."""
+    seconds: float
+    """Wall time."""
+    stdout: KeptOutput
+    """What it wrote."""
+    stderr: KeptOutput
+    """Its messages."""
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any], written: tuple[bytes, bytes], most: int) -> Self:
+        """The report of which this is the JSON, and these the bytes, of at most `most` each.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is none.
+        """
+        hit, status = str(told["hit"]), told["exit"]
+        if hit not in LIMITS and (hit or not isinstance(status, int)):
+            raise ValueError(f"a report without an end: {told}")
+        stdout, stderr = (
+            KeptOutput(content, most - most // 2, int(cut))
+            for content, cut in zip(written, told["cut"], strict=True)
+        )
+        return cls(hit, status, float(told["seconds"]), stdout, stderr)
+
+
+LIMITS = ("wall", "cpu", "memory", "disk", "output")
+"""What may end a run."""
+
+
+def pack(message: Mapping[str, Any], follows: int = 0) -> bytes:
+    """A message as bytes, before so many others that belong to it."""
     body = json.dumps(message).encode()
-    return HEADER.pack(len(body)) + body
+    return HEADER.pack(len(body), follows) + body

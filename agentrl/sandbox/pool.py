@@ -107,7 +107,8 @@ class ProgramSandbox:
             raise RuntimeError(
                 "the sandbox is not running: write `async with ProgramSandbox(config) as sandbox`"
             )
-        order = Order(program, stdin, **(limits or self.config.limits).model_dump())
+        chosen = (limits or self.config.limits).model_dump()
+        order = Order(program, stdin.encode(errors="replace"), **chosen)
         if self._losses and self._losses[_digest(order)] >= LETHAL_DEATHS:
             return SandboxLost(_SET_ASIDE, final=True)
         jail = await self._idle.get()
@@ -194,7 +195,7 @@ class ProgramSandbox:
 
     async def _probe(self, jail: Jail) -> None:
         """Test the isolation: attempt everything that must fail."""
-        outcome = await jail.run(Order(_BREAKOUTS, "", **SandboxLimits().model_dump()))
+        outcome = await jail.run(Order(_BREAKOUTS, b"", **SandboxLimits().model_dump()))
         if not isinstance(outcome, Ran) or outcome.exit != 0 or outcome.stdout:
             raise ConfigError(
                 f"the sandbox backend {self.backend} does not hold on this machine: {outcome}"
@@ -203,4 +204,4 @@ class ProgramSandbox:
 
 def _digest(order: Order) -> bytes:
     """The digest of a program and its input."""
-    return blake2b(order.pack(), digest_size=16).digest()
+    return blake2b(order.head + order.stdin, digest_size=16).digest()

@@ -34,13 +34,13 @@ import traceback
 import types
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import NoReturn
 
 from agentrl.sandbox import kernel
 from agentrl.sandbox.cgroup import ControlGroup
 from agentrl.sandbox.cut_output import CutOutput
 from agentrl.sandbox.filter import is_clone
-from agentrl.sandbox.order import DONE, HEADER, LARGEST_MESSAGE, Order, pack
+from agentrl.sandbox.order import DONE, HEADER, LARGEST_JSON, PIECE, Order, pack
 from agentrl.sandbox.walls import WALLS, Walls
 
 CHECK_SECONDS = 0.02
@@ -120,7 +120,7 @@ def _more(channel: socket.socket) -> bool:
 def _supervise(channel: socket.socket, walls: Walls) -> str:
     """Serve one order and exit. Returns only in the program's process: the program."""
     walls.enclose()
-    order = _receive(channel)
+    order, size = _receive(channel)
     walls.group.begin(order)
     folder = walls.begin(order)
     (stdin, feed), (stdout, to_stdout), (stderr, to_stderr) = (os.pipe() for _ in range(3))
@@ -135,10 +135,12 @@ def _supervise(channel: socket.socket, walls: Walls) -> str:
         word, listener = _receive_from(ready)
     if word != _READY:
         sys.exit(f"a child could not be confined: {word.decode(errors='replace') or 'it died'}")
-    run = _Run(order, walls, folder, child, (channel.fileno(), feed, stdout, stderr, listener))
-    report = run.to_its_end()
+    fds = (channel.fileno(), feed, stdout, stderr, listener)
+    run = _Run(order, walls, folder, child, fds)
+    run.to_its_end(size)
     walls.end(folder)
-    channel.sendall(pack(report))
+    for part in run.report():
+        channel.sendall(part)
     os._exit(0)
 
 
@@ -153,11 +155,12 @@ def _receive_from(ready: socket.socket) -> tuple[bytes, int]:
         word += part
 
 
-def _receive(channel: socket.socket) -> Order:
-    (size,) = HEADER.unpack(_exactly(channel, HEADER.size))
-    if size > LARGEST_MESSAGE:
+def _receive(channel: socket.socket) -> tuple[Order, int]:
+    """An order without its input, and the bytes of that, which are left to be read."""
+    size, follows = HEADER.unpack(_exactly(channel, HEADER.size))
+    if size > LARGEST_JSON:
         os._exit(1)
-    return Order(**json.loads(_exactly(channel, size)))
+    return Order(stdin=b"", **json.loads(_exactly(channel, size))), follows
 
 
 def _exactly(channel: socket.socket, size: int) -> bytes:
@@ -187,7 +190,7 @@ class _Run:
         self.exit: int | None = None
         self.hit = ""
         self.begun = time.monotonic()
-        self.input = memoryview(order.stdin.encode(order.encoding, errors="replace"))
+        self.input, self.to_come = memoryview(b""), 0
         self.output = {self.stdout: CutOutput(order.output), self.stderr: CutOutput(order.output)}
         self.written = 0
         self.poll = select.poll()
@@ -203,10 +206,13 @@ class _Run:
         for fd in {self.ended, self.listener} - {-1}:
             self.poll.register(fd, select.POLLIN)
 
-    def to_its_end(self) -> dict[str, Any]:
-        """Watch the program until it ends or hits a limit; then kill its remaining processes, and
-        report.
+    def to_its_end(self, size: int) -> None:
+        """Watch the program until it ends or hits a limit; then kill its remaining processes.
+
+        `size`: bytes of its input that are still in the channel. It gets them as it reads them, so
+        that this process never has all of them in its memory.
         """
+        self.to_come = size
         next_look = self.begun
         while self.exit is None and not self.hit:
             for fd, events in self.poll.poll(CHECK_SECONDS * 1000):
@@ -214,7 +220,7 @@ class _Run:
             if time.monotonic() >= next_look:
                 self.hit = self.hit or self._limit_hit()
                 next_look = time.monotonic() + CHECK_SECONDS
-        seconds = time.monotonic() - self.begun
+        self.seconds = time.monotonic() - self.begun
         self.walls.kill(self.child)
         self._reap(wait=True)
         for fd in (self.stdout, self.stderr):  # no process is left to write
@@ -222,27 +228,31 @@ class _Run:
         for fd in {self.stdin, self.stdout, self.stderr, self.ended, self.listener} - {-1}:
             os.close(fd)
         self.hit = self.hit or self._limit_exceeded()
-        stdout, stderr = (
-            self.output[fd].kept().decode(self.order.encoding, errors="replace")
-            for fd in (self.stdout, self.stderr)
-        )
-        return {
-            "cut": [self.output[fd].cut for fd in (self.stdout, self.stderr)],
+        while self.to_come:  # it has not read all
+            self._take()
+
+    def report(self) -> Sequence[bytes | bytearray]:
+        """The parts of the message that reports it."""
+        written = [self.output[fd] for fd in (self.stdout, self.stderr)]
+        parts = [part for output in written for part in output.parts]
+        told = {
+            "cut": [output.cut for output in written],
+            "sizes": [sum(map(len, output.parts)) for output in written],
             "hit": self.hit,
             "exit": self.exit,
-            "stdout": stdout,
-            "stderr": stderr,
-            "seconds": seconds,
+            "seconds": self.seconds,
         }
+        return [pack(told, sum(map(len, parts))), *parts]
 
     def _attend(self, fd: int, events: int) -> None:
         if fd == self.ended:
             self._reap()
-        elif fd == self.channel:  # the driver died, or cancelled this run
-            self.walls.kill(self.child)
-            self._reap(wait=True)
-            self.walls.end(self.folder)
-            os._exit(0)
+        elif fd == self.channel:
+            if events & ~select.POLLIN:  # the driver died, or cancelled this run
+                self._abandon()
+            self._take()
+            self.poll.modify(self.channel, select.POLLRDHUP)
+            self.poll.register(self.stdin, select.POLLOUT)
         elif fd == self.stdin:
             self._write()
         elif fd != self.listener:
@@ -281,15 +291,35 @@ class _Run:
             return errno.EBADF
         return 0 if path.startswith(f"{self.folder}/") else errno.ENOLCK
 
+    def _abandon(self) -> NoReturn:
+        """Nobody waits for this run any longer."""
+        self.walls.kill(self.child)
+        self._reap(wait=True)
+        self.walls.end(self.folder)
+        os._exit(0)
+
+    def _take(self) -> None:
+        """Read the next part of the input from the channel."""
+        self.input = memoryview(os.read(self.channel, min(PIECE, self.to_come)))
+        if not self.input:
+            self._abandon()
+        self.to_come -= len(self.input)
+
     def _write(self) -> None:
+        """Write some of the input; then wait for more of it, or close the program's stdin."""
+        reads = True
         try:
-            self.input = self.input[os.write(self.stdin, self.input[: 1 << 16]) :]
+            self.input = self.input[os.write(self.stdin, self.input) :]
         except BlockingIOError:
             return
         except OSError:  # the program has closed its stdin
-            self.input = self.input[:0]
-        if not self.input:
-            self.poll.unregister(self.stdin)
+            reads = False
+        if self.input and reads:
+            return
+        self.poll.unregister(self.stdin)
+        if self.to_come and reads:
+            self.poll.modify(self.channel, select.POLLRDHUP | select.POLLIN)
+        else:
             os.close(self.stdin)
             self.stdin = -1
 

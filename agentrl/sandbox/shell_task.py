@@ -4,21 +4,25 @@ The test runs in a fresh sandbox, which gets the working folder and then the fil
 nothing else that has been done in the first sandbox has any effect there.
 """
 
+import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 from agentrl.errors import EnvError
 from agentrl.protocols import Command, Executed, Sandbox, SandboxProvider, SandboxSpec, shell
-from agentrl.sandbox.archive import archive_of
+from agentrl.sandbox.archive import LARGEST_ARCHIVE, archive_of
 
 logger = logging.getLogger(__name__)
 
 _EMPTY_FOLDER = "find . -mindepth 1 -delete"
-LARGEST_FOLDER = 32 << 20
-"""Bytes of the largest working folder that is judged, as an archive. A jail sends it as one
-message, which may be six times as long.
-"""
+LARGEST_FOLDER = LARGEST_ARCHIVE
+"""Bytes of the largest working folder that is judged, as an archive."""
+_SMALL_FOLDER = 8 << 20
+"""Bytes beyond which only one is in the memory of this process at a time, twice at most."""
+_of_large_folders: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 _MOST_PRINTED = 1 << 20
 """Bytes that a test may print where its output is compared."""
 
@@ -59,12 +63,32 @@ class TaskSandboxes:
         """
         return await self._prepared(self.spec, self.task.files)
 
-    async def work_in(self, sandbox: Sandbox) -> bytes | None:
-        """The working folder of a sandbox; None if it cannot be had, or its archive is larger than
-        `LARGEST_FOLDER` or than the files of a sandbox may be.
+    @asynccontextmanager
+    async def work_in(self, sandbox: Sandbox) -> AsyncIterator[bytes | None]:
+        """The working folder of a sandbox, for as long as it is judged; None if it cannot be had,
+        or its archive is larger than `LARGEST_FOLDER` or than the files of a sandbox may be.
+
+        A large one waits until another large one has been judged, so that the memory that they
+        take is bounded.
         """
+        async with AsyncExitStack() as stack:
+            made: bytes | None = None
+            try:
+                made = await sandbox.download(most=min(_SMALL_FOLDER, self._largest))
+            except OSError:
+                loop = asyncio.get_running_loop()
+                lock = _of_large_folders.setdefault(loop, asyncio.Lock())
+                await stack.enter_async_context(lock)
+                made = await self._large_folder(sandbox)
+            yield made
+
+    @property
+    def _largest(self) -> int:
+        return min(LARGEST_FOLDER, self.spec.resources.disk)
+
+    async def _large_folder(self, sandbox: Sandbox) -> bytes | None:
         try:
-            return await sandbox.download(most=min(LARGEST_FOLDER, self.spec.resources.disk))
+            return await sandbox.download(most=self._largest)
         except OSError as error:
             await check_alive(sandbox)
             logger.warning("a working folder is judged as a failed task: %s", error)

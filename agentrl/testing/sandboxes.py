@@ -235,6 +235,6 @@ class _Shell:
         for written in (self.out, self.errors):
             output = CutOutput(self.command.output)
             output.add(bytes(written))
-            texts.append(output.text())
+            texts.append(output.kept().text())
         stdout, stderr = texts
         return Executed(status, stdout, stderr, "deadline" if late else "itself", seconds)

@@ -81,7 +81,7 @@ async def earned(options: dict[str, Any], attempts: list[str], seed: int = 1) ->
             begun = env.reset(seed=seed, options=options)
             assert not isinstance(begun, tuple)
             await begun
-            command = attempt if attempt != "MEND" else "; ".join(env.repository.mends)
+            command = attempt.replace("MEND", "; ".join(env.repository.mends))
             for line in filter(None, command.split("\n\n")):
                 await step(env, "run", command=line)
             _, reward, terminated, _, info = await step(env, "submit")
@@ -117,21 +117,31 @@ HOSTILE = {
     "nothing is left": "rm -rf ./* .[a-z]*",
     "the program goes on for ever": "echo 'while True: pass' > main.py",
     "the program prints without end": "echo 'while True: print(1)' > main.py",
-    "more than can be downloaded": "head -c 70000000 /dev/zero > zeros",
+    "a folder that is large": "head -c 70000000 /dev/zero > zeros",
+    "more than can be downloaded": "for i in 1 2 3; do truncate -s 120M empty$i; done",
     "something stays behind": "(sleep 1; cp expected calls) & sleep 0; echo",
 }
+PATIENT = {"test_seconds": 120}
 SMALL = {"memory": 256 << 20, "test_seconds": 5, "processes": 48, "disk": 128 << 20}
 
 
 def test_tampered_tests_earn_nothing_and_a_repair_does_in_a_jail() -> None:
     attempts = [HOSTILE["the tests say yes"], HOSTILE["the program knows the examples"], "MEND"]
-    assert asyncio.run(earned({"sandbox": JAIL, **SMALL}, attempts)) == [0, 0, 1]
+    assert asyncio.run(earned({"sandbox": JAIL, **SMALL, **PATIENT}, attempts)) == [0, 0, 1]
 
 
 @pytest.mark.slow
 def test_no_hostile_attempt_earns_anything_in_a_jail() -> None:
     rewards = asyncio.run(earned({"sandbox": JAIL, **SMALL}, list(HOSTILE.values())))
     assert dict(zip(HOSTILE, rewards, strict=True)) == dict.fromkeys(HOSTILE, 0.0)
+
+
+@pytest.mark.slow
+def test_a_folder_with_a_virtual_environment_is_judged_by_what_else_is_in_it() -> None:
+    packages = "python3 -m venv --without-pip .venv; head -c 40000000 /dev/zero > .venv/lib/package"
+    options = {"sandbox": JAIL, **SMALL, **PATIENT, "command_seconds": 120}
+    rewards = asyncio.run(earned(options, [packages, f"{packages}; MEND"]))
+    assert rewards == [0, 1]
 
 
 @needs_docker

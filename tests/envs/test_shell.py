@@ -9,8 +9,9 @@ import pytest
 
 from agentrl.envs.shell import Shell, strong_player
 from agentrl.errors import ConfigError, SandboxError
-from agentrl.protocols import Command, Executed, StepResult
-from agentrl.sandbox.shell_task import ShellTask
+from agentrl.flow import Flow, now
+from agentrl.protocols import Command, Executed, SandboxSpec, StepResult
+from agentrl.sandbox.shell_task import ShellTask, TaskSandboxes
 from agentrl.testing import FakeSandboxes, check_env
 from agentrl.trajectory import ToolCall
 from tests.docker_engine import BASE, needs_docker
@@ -167,6 +168,33 @@ def test_a_test_that_dies_with_its_sandbox_is_a_failure_and_no_verdict(
             await step(env, "submit")
 
     play(main)
+
+
+def test_large_working_folders_are_in_memory_one_after_another(
+    virtual: Callable[..., Any],
+) -> None:
+    begun: list[float] = []
+
+    class Large:
+        async def download(self, folder: str = ".", most: int = 0) -> bytes:
+            if most < 20 << 20:
+                raise OSError("it has more bytes")
+            return b""
+
+    async def judge(sandboxes: TaskSandboxes) -> None:
+        async with sandboxes.work_in(Large()) as made:  # type: ignore[arg-type]
+            assert made == b""
+            begun.append(now())
+            await asyncio.sleep(5)
+
+    async def main() -> None:
+        sandboxes = TaskSandboxes(FakeSandboxes(), SandboxSpec(), ShellTask("", {}, "true"), 60)
+        async with Flow("test") as flow:
+            for _ in range(3):
+                flow.start(judge(sandboxes), name="judge")
+
+    virtual(main)
+    assert [at - begun[0] for at in begun] == [0, 5, 10]
 
 
 def test_a_task_without_a_test_is_refused() -> None:

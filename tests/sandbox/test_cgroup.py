@@ -15,7 +15,7 @@ from agentrl.sandbox.pool import ProgramSandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from tests.processes import PATIENCE_SECONDS
 
-ORDER = Order("", "", **SandboxLimits(cpu=1, memory=64 << 20, disk=1 << 20).model_dump())
+ORDER = Order("", b"", **SandboxLimits(cpu=1, memory=64 << 20, disk=1 << 20).model_dump())
 
 
 @pytest.fixture

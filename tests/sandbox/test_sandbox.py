@@ -1,6 +1,7 @@
 """The sandbox: programs run, limits hold, nobody gets out, and nothing is left."""
 
 import asyncio
+import hashlib
 import logging
 import os
 import socket
@@ -17,6 +18,8 @@ import pytest
 from agentrl.errors import ConfigError
 from agentrl.flow import Flow, now
 from agentrl.sandbox import cgroup, jail, pool
+from agentrl.sandbox.jail import Jail
+from agentrl.sandbox.order import PIECE, Order, Report, pack
 from agentrl.sandbox.outcome import LimitHit, Outcome, Ran, SandboxLost
 from agentrl.sandbox.pool import BACKENDS, ProgramSandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
@@ -97,13 +100,15 @@ def test_a_program_reads_stdin_writes_stdout_and_has_an_exit_status(backend: str
 @each_backend
 def test_what_an_interpreter_does_at_its_end_is_done(backend: str) -> None:
     program = """
-import atexit, os, sys, tempfile, threading, time
+import atexit, os, sys, tempfile, threading
 atexit.register(print, "last")
-threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
+written = threading.Event()
+threading.Thread(target=lambda: (written.wait(), print("thread"))).start()
 with tempfile.NamedTemporaryFile("w+") as file:
     file.write("kept"); file.seek(0)
     print(file.read(), os.path.dirname(file.name) == os.getcwd() == os.environ["HOME"])
 sys.stdout.write("no newline")
+written.set()
 """
 
     async def main(sandbox: ProgramSandbox) -> None:
@@ -482,6 +487,70 @@ def test_a_server_that_says_nothing_is_a_loss_after_its_deadline(
         assert isinstance(
             await sandbox.run("print(1)", limits=SandboxLimits(wall=0.1)), SandboxLost
         )
+
+    run(main, SandboxConfig(size=1))
+
+
+MOST = 1 << 16
+REPORTED = {"hit": "", "exit": 0, "seconds": 0.0, "cut": [0, 0]}
+ENDLESS = {
+    "a report of a terabyte": pack({**REPORTED, "sizes": [1 << 40, 0]}, 1 << 40),
+    "more than its report has": pack({**REPORTED, "sizes": [MOST, MOST]}, 2 * MOST),
+    "anything": b"\0" * 1000 + b"\xff",
+}
+
+
+def test_a_report_without_an_end_or_with_other_bytes_than_it_says_is_none() -> None:
+    for other in ({"exit": None}, {"exit": "x"}, {"hit": "luck"}, {"cut": 3}, {"cut": [0]}):
+        with pytest.raises((ValueError, TypeError)):
+            Report.read({**REPORTED, **other}, (b"", b""), MOST)
+    assert Report.read(REPORTED, (b"a", b""), MOST).stdout.text() == "a"
+
+
+@pytest.mark.parametrize("begin", ENDLESS.values(), ids=ENDLESS)
+def test_a_jail_that_sends_without_end_is_cut(begin: bytes) -> None:
+    async def main() -> tuple[object, int]:
+        jailed = await Jail.start("namespaces", SandboxConfig(preload=()))
+        assert jailed._writer is not None
+        jailed._writer.close()
+        ours, hostile = socket.socketpair()
+        jailed._reader, jailed._writer = await asyncio.open_connection(sock=ours, limit=PIECE)
+        sending = asyncio.to_thread(flood, hostile, begin)
+        limits = SMALL.model_dump() | {"wall": 60.0, "output": MOST}
+        async with Flow("test") as flow:
+            flooding = flow.start(sending, name="flood")
+            report = await jailed.report_on(Order("", b"", **limits, cut=True))
+        return report, await flooding
+
+    report, sent = asyncio.run(main())
+    assert isinstance(report, SandboxLost)
+    assert sent < 16 * PIECE
+
+
+def flood(hostile: socket.socket, begin: bytes) -> int:
+    """Bytes that a jail could send until nobody listened."""
+    with hostile:
+        hostile.settimeout(60)
+        sent = 0
+        try:
+            hostile.sendall(begin)
+            while sent < 1 << 30:
+                sent += hostile.send(bytes(1 << 16))
+        except ConnectionError:
+            pass
+        return sent
+
+
+def test_an_input_that_is_longer_than_pipes_reaches_whoever_reads_it() -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
+        given = "0123456789abcdef" * (1 << 16)
+        count = "import hashlib, sys; print(hashlib.md5(sys.stdin.buffer.read()).hexdigest())"
+        expected = hashlib.md5(given.encode()).hexdigest()
+        assert ran(await sandbox.run(count, given)) == f"{expected}\n"
+        for partly in ("import sys; print(len(sys.stdin.read(5)))", "print(5)"):
+            assert ran(await sandbox.run(partly, given)) == "5\n"
+        closes = "import os, time; os.close(0); time.sleep(0.2); print(5)"
+        assert ran(await sandbox.run(closes, given)) == "5\n"
 
     run(main, SandboxConfig(size=1))
 
