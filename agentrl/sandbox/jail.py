@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 
 import agentrl
 from agentrl.sandbox import cgroup
-from agentrl.sandbox.order import DONE, HEADER, LARGEST_REPORT, PIECE, Order, Report
+from agentrl.sandbox.order import DONE, HEADER, LARGEST_REPORT, PIECE, JailReport, Order
 from agentrl.sandbox.outcome import Limit, LimitHit, Outcome, Ran, SandboxLost
 from agentrl.sandbox.settings import SandboxConfig
 
@@ -136,7 +136,7 @@ class Jail:
             return LimitHit(cast(Limit, report.hit), stdout, stderr, report.seconds)
         return Ran(stdout, stderr, report.exit, report.seconds)
 
-    async def report_on(self, order: Order) -> Report | SandboxLost:
+    async def report_on(self, order: Order) -> JailReport | SandboxLost:
         """Run one program, and return its supervisor's report. Cancelling kills the jail."""
         try:
             async with asyncio.timeout(order.wall + _GRACE_SECONDS + order.output / _SLOWEST):
@@ -178,7 +178,7 @@ class Jail:
                 await self._writer.drain()
         await self._writer.drain()
 
-    async def _receive(self, order: Order) -> Report:
+    async def _receive(self, order: Order) -> JailReport:
         """A report of what was ordered. Nobody has checked what a jail sends."""
         size, follows = HEADER.unpack(await self._reader.readexactly(HEADER.size))
         if size > LARGEST_REPORT or follows > order.most_written:
@@ -188,7 +188,7 @@ class Jail:
         if len(sizes) != 2 or min(sizes) < 0 or sum(sizes) != follows:
             raise ValueError(f"a report of {follows} bytes that are {sizes}")
         stdout, stderr = [await self._bytes(one) for one in sizes]
-        return Report.read(told, (stdout, stderr), order.output)
+        return JailReport.read(told, (stdout, stderr), order.output)
 
     async def _bytes(self, count: int) -> bytes:
         """So many bytes: as they come, since `readexactly` keeps them twice."""

@@ -34,7 +34,7 @@ from agentrl.protocols import (
 from agentrl.sandbox.archive import LARGEST_ARCHIVE, archive_of_folder
 from agentrl.sandbox.by_commands import CommandSandbox, Output
 from agentrl.sandbox.jail import Jail, JailError
-from agentrl.sandbox.order import Order, Report
+from agentrl.sandbox.order import JailReport, Order
 from agentrl.sandbox.outcome import SandboxLost
 from agentrl.sandbox.settings import SandboxConfig
 from agentrl.settings.base import PathText, Settings
@@ -244,7 +244,7 @@ class JailSandbox(CommandSandbox):
         )
 
 
-def _output(report: Report) -> Output:
+def _output(report: JailReport) -> Output:
     written = (report.stdout, report.stderr)
     if report.exit is None or report.hit:
         return Output(_KILLED, *written, _ENDED.get(report.hit, "itself"), report.seconds)

@@ -1,4 +1,4 @@
-"""Messages between driver and jail: an `Order` to the jail, a `Report` back.
+"""Messages between driver and jail: an `Order` to the jail, a `JailReport` back.
 
 Each is the length of its JSON and of the bytes that follow, the JSON, and the bytes: a program's
 input, or what it wrote, as they are. `DONE` follows the report, once nothing of the run is left.
@@ -53,7 +53,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class JailReport:
     """What has become of an order."""
 
     hit: str

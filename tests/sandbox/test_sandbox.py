@@ -19,7 +19,7 @@ from agentrl.errors import ConfigError
 from agentrl.flow import Flow, now
 from agentrl.sandbox import cgroup, jail, pool
 from agentrl.sandbox.jail import Jail
-from agentrl.sandbox.order import PIECE, Order, Report, pack
+from agentrl.sandbox.order import PIECE, JailReport, Order, pack
 from agentrl.sandbox.outcome import LimitHit, Outcome, Ran, SandboxLost
 from agentrl.sandbox.pool import BACKENDS, ProgramSandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
@@ -503,8 +503,8 @@ ENDLESS = {
 def test_a_report_without_an_end_or_with_other_bytes_than_it_says_is_none() -> None:
     for other in ({"exit": None}, {"exit": "x"}, {"hit": "luck"}, {"cut": 3}, {"cut": [0]}):
         with pytest.raises((ValueError, TypeError)):
-            Report.read({**REPORTED, **other}, (b"", b""), MOST)
-    assert Report.read(REPORTED, (b"a", b""), MOST).stdout.text() == "a"
+            JailReport.read({**REPORTED, **other}, (b"", b""), MOST)
+    assert JailReport.read(REPORTED, (b"a", b""), MOST).stdout.text() == "a"
 
 
 @pytest.mark.parametrize("begin", ENDLESS.values(), ids=ENDLESS)
