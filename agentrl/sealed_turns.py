@@ -12,11 +12,12 @@ Dimension suffixes: K turns; P the tokens that were sampled in all of them, end 
 end to end, of each turn the new ones of the prompt and then the answer.
 """
 
+import operator
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, SupportsIndex, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -106,7 +107,7 @@ MakeTurns = Callable[[TurnColumns, Any], Sequence[T]]
 class Seal:
     """What is pickled of an episode: the rest of its turns, and its messages."""
 
-    def __init__(self, pickled: bytes) -> None:
+    def __init__(self, pickled: bytes | memoryview) -> None:
         self.pickled = pickled
 
     @cached_property
@@ -115,8 +116,10 @@ class Seal:
         opened: tuple[Any, Sequence[Any]] = pickle.loads(self.pickled)
         return opened
 
-    def __reduce__(self) -> tuple[type["Seal"], tuple[bytes]]:
-        return Seal, (self.pickled,)
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        # Between processes of a machine, it is copied in shared memory (`Parcel`).
+        large = operator.index(protocol) >= 5
+        return Seal, (pickle.PickleBuffer(self.pickled) if large else bytes(self.pickled),)
 
 
 class _Sealed(Sequence[T], Generic[T]):

@@ -7,7 +7,8 @@ The engine answers at once; scheduler, ledger, renderer and links are the real o
 has turns per second with environments that compute for `--burn` milliseconds a step, for each
 number of workers, the CPU time of the controller, and how long the workers took to start (the first
 time, with the imports of the process that they are forked from). The second has the CPU time of the
-controller for an episode of so many `--turns`, without workers and with most of them.
+controller for an episode of so many `--turns`, without workers and with most of them: until it is
+in a batch of the scheduler, and to make the samples of the batch, to measure and to write it.
 
 The engine is in the controller. With `--actor`, the second table also has rows with one in an actor
 of Ray, which workers ask themselves.
@@ -18,6 +19,7 @@ there are processes. CPU times mean something on a busy machine too.
 
 import argparse
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -32,6 +34,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from agentrl.algorithms.batch_processing import BatchProcessing
+from agentrl.algorithms.config import BatchProcessingConfig
+from agentrl.algorithms.grpo import Grpo
+from agentrl.algorithms.samples import traced_batch_of
 from agentrl.arrays import floats, ints
 from agentrl.cluster.processes import ProcessWorker
 from agentrl.cluster.ray_cluster import join_ray
@@ -43,6 +49,7 @@ from agentrl.flow import run_steadily
 from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Ledger
 from agentrl.models.tiny import create_tiny_model
+from agentrl.observe.trajectories import episodes_of_step, write_trajectories
 from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import Engine, EngineStats, GenerateRequest
 from agentrl.rewards.environment import EnvironmentReward
@@ -54,11 +61,14 @@ from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.workers.messages import PlayedPolicy
 from agentrl.rollout.workers.pool import RolloutWorkers, WorkerRunner
+from agentrl.runs.recorder import metrics_of_step
+from agentrl.runs.scribe import Scribe
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks
-from agentrl.trajectory import Completion
+from agentrl.trajectory import Completion, Group
 
 GROUP = 8
+GRPO = Grpo(Grpo.Config())
 ANSWER_TOKENS = 100
 SAMPLING = SamplingParams(max_tokens=512, temperature=1.0)
 IMPORTS = ("transformers.models.auto.tokenization_auto", "renderers.base", "benchmarks.workers")
@@ -152,6 +162,8 @@ class Measured:
     turns_per_second: float
     cpu_ms_per_episode: float
     """Of the controller."""
+    recording_cpu_ms_per_episode: float = 0.0
+    """Of the controller, to make, measure and write a batch."""
     start_seconds: float = 0.0
     """Until all workers played."""
 
@@ -198,7 +210,9 @@ async def measure(
 async def play(runner: EpisodeRunner, engine: Engine, episodes: int, turns: int) -> Measured:
     """Play a batch with the real scheduler, after a small one."""
     config = RolloutConfig(groups_per_step=episodes // GROUP, group_size=GROUP)
+    apart = isinstance(runner, WorkerRunner)
     with tempfile.TemporaryDirectory() as folder:
+        scribe = Scribe()
         ledger = Ledger(Path(folder) / "ledger.sqlite")
         rollouts = Rollouts(
             config,
@@ -210,15 +224,33 @@ async def play(runner: EpisodeRunner, engine: Engine, episodes: int, turns: int)
             seed=0,
             groups=2 * config.groups_per_step,
         )
-        async with rollouts:
-            await rollouts.next_batch()  # warm: imports, caches, connections
+        async with scribe.in_own_process(apart), rollouts:
+            # Warm: imports, caches, connections.
+            await record(scribe, Path(folder), await rollouts.next_batch())
+            while apart and await scribe.call(os.getpid) == os.getpid():  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            await record(scribe, Path(folder), [])
             cpu, wall = time.process_time(), time.perf_counter()
             async with rollouts.new_weights(1):
                 await engine.update_weights({}, 1)
-            await rollouts.next_batch()
+            groups = await rollouts.next_batch()
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            recording = time.process_time()
+            await record(scribe, Path(folder), groups)
+            recording = time.process_time() - recording
         ledger.close()
-    return Measured(episodes * turns / wall, 1000 * cpu / episodes)
+    return Measured(episodes * turns / wall, 1000 * cpu / episodes, 1000 * recording / episodes)
+
+
+async def record(scribe: Scribe, folder: Path, groups: list[Group]) -> None:
+    """What a run does with the episodes of a step: samples, files, metrics."""
+    if groups:
+        processing = BatchProcessing(BatchProcessingConfig(), GRPO, {})
+        await asyncio.to_thread(traced_batch_of, groups, GRPO, processing, 0)
+    path = folder / "trajectories" / "step.parquet"
+    await scribe.call(write_trajectories, path, episodes_of_step(groups))
+    if groups:
+        await scribe.call(metrics_of_step, groups, 0, 0, [])
 
 
 def main() -> None:
@@ -254,7 +286,7 @@ def main() -> None:
                     f"{found.cpu_ms_per_episode / 8:.3f}",
                 )
         console.print(by_workers)
-        by_turns = Table("turns", "workers", "engine", "controller: CPU-ms an episode", "a turn")
+        by_turns = Table("turns", "workers", "engine", "controller: CPU-ms an episode", "recorded")
         for turns in chosen.turns:
             for workers, place in product((0, max(chosen.workers)), places):
                 measured = measure(model, workers, chosen.episodes, turns, 0.0, place=place)
@@ -264,7 +296,7 @@ def main() -> None:
                     str(workers),
                     place,
                     f"{found.cpu_ms_per_episode:.2f}",
-                    f"{found.cpu_ms_per_episode / turns:.3f}",
+                    f"{found.recording_cpu_ms_per_episode:.2f}",
                 )
         console.print(by_turns)
 

@@ -7,6 +7,7 @@ step needs no cluster call. An episode whose worker dies fails and is repeated.
 
 import asyncio
 import logging
+import multiprocessing
 import secrets
 import sys
 import threading
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from agentrl.cluster.memory_pressure import prefer_to_kill
 from agentrl.cluster.supervised import RESTARTS, Supervised, start_deadline
 from agentrl.cluster.worker_registry import WorkerCount, register_workers
 from agentrl.cluster.workers import PLACE_SECONDS, Forked, StartWorker, Worker
@@ -94,6 +96,8 @@ class EnvWorker:
         Raises:
             RuntimeError: the server cannot listen.
         """
+        if multiprocessing.parent_process() is not None:  # a worker of Ray is preferred already
+            prefer_to_kill()
         self._thread.start()
         while not self._server.started:
             if not self._thread.is_alive():

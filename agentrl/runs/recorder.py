@@ -39,8 +39,9 @@ from agentrl.observe.step_report import StepReport
 from agentrl.observe.tracking import Tracking, sample_of
 from agentrl.observe.trajectories import episodes_of_step, write_trajectories
 from agentrl.protocols import AlgorithmOffers, Trainer
-from agentrl.protocols.metrics import merge_metrics
+from agentrl.protocols.metrics import Metrics, merge_metrics
 from agentrl.rollout.seeds import derive_seed
+from agentrl.runs.scribe import Scribe
 from agentrl.runs.status import RunStatus
 from agentrl.trajectory import Group, Score, Trajectory
 
@@ -72,6 +73,8 @@ class Recorder:
         self._tracking: Tracking | None = None
         self._ending: Ending | None = None
         self._silence = new_silence(config)
+        self.scribe = Scribe()
+        """Reads the episodes of steps."""
 
     def __enter__(self) -> Self:
         self._tracking = Tracking(
@@ -120,30 +123,35 @@ class Recorder:
         path = self._folder / "untrained" / f"step_{step:06d}.parquet"
         if report.untrained:
             await run_to_completion(
-                asyncio.to_thread(write_trajectories, path, report.untrained, self._epoch)
+                self.scribe.call(write_trajectories, path, report.untrained, self._epoch)
             )
         else:
             remove_left(path)  # of a step that a resumed run makes again
+        path = self._folder / "trajectories" / f"step_{step:06d}.parquet"
         await run_to_completion(
-            asyncio.to_thread(self._write_trajectories, step, groups, self._epoch)
+            self.scribe.call(write_trajectories, path, episodes_of_step(groups), self._epoch)
         )
-        metrics = await asyncio.to_thread(self._step_metrics, report)
+        envs = [entry.run_name for entry in self._config.env.mixture]
+        oldest_version = self._config.rollout.oldest_trained(step)
+        episodes, health = await self.scribe.call(
+            metrics_of_step, groups, step, oldest_version, envs
+        )
+        metrics = self._step_metrics(report, episodes, health)
         self.write(step, metrics)
         if (step + 1) % self._config.checkpoint.every == 0:
             first = [(group.trajectories[0], group.scores[0]) for group in groups]
             self.track_samples("train", step, first)
         self._display.step(step, metrics, groups)
 
-    def _step_metrics(self, report: StepReport) -> dict[str, float]:
+    def _step_metrics(
+        self, report: StepReport, episodes: Metrics, health: Metrics
+    ) -> dict[str, float]:
         """The metrics of a step: those of its report, and of the episodes and workers behind it."""
-        envs = [entry.run_name for entry in self._config.env.mixture]
-        oldest_version = self._config.rollout.oldest_trained(report.step)
-        episodes = rollout_metrics(report.groups, report.step, oldest_version, envs)
         tokens = episodes["sampled_tokens"] + episodes["prompt_tokens"]
         speed = tokens / max(sum(report.seconds.values()), 1e-9)
         return report.metrics(
             episodes=episodes,
-            episode_health=episode_health(report.groups),
+            episode_health=health,
             workers=worker_metrics(),
             throughput={"tokens_per_second": speed},
         )
@@ -172,7 +180,7 @@ class Recorder:
     ) -> None:
         """Write the episodes, also failed ones, of an evaluation after `step` steps."""
         path = self._folder / "trajectories" / f"{name}_{step:06d}.parquet"
-        await run_to_completion(asyncio.to_thread(write_trajectories, path, played, self._epoch))
+        await run_to_completion(self.scribe.call(write_trajectories, path, played, self._epoch))
 
     def record_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Record an evaluation of the weights after `step` steps."""
@@ -247,10 +255,12 @@ class Recorder:
         """
         return datetime.now(UTC).timestamp() - elapsed()
 
-    def _write_trajectories(self, step: int, groups: Sequence[Group], epoch: float) -> None:
-        """Write the trajectories that a step was trained on."""
-        path = self._folder / "trajectories" / f"step_{step:06d}.parquet"
-        write_trajectories(path, episodes_of_step(groups), epoch)
+
+def metrics_of_step(
+    groups: Sequence[Group], step: int, oldest_version: int, envs: Sequence[str]
+) -> tuple[Metrics, Metrics]:
+    """The metrics of a step's episodes (`rollout_metrics`), and their signs of health."""
+    return rollout_metrics(groups, step, oldest_version, envs), episode_health(groups)
 
 
 def new_silence(config: RunConfig) -> Silence:

@@ -301,8 +301,9 @@ def test_a_run_that_is_killed_and_whose_workers_are_trains_the_same_tasks(tmp_pa
 
 def workers_of(run: int) -> list[psutil.Process]:
     """The rollout workers of a run: they tell the kernel to kill them before it."""
-    found = psutil.Process(run).children(recursive=True)
-    return [one for one in found if adjustment(one.pid) > adjustment(run)]
+    children = psutil.Process(run).children(recursive=True)
+    found = [one for one in children if adjustment(one.pid) > adjustment(run)]
+    return [one for one in found if one.name().startswith("rollout")]
 
 
 def adjustment(process: int) -> int:

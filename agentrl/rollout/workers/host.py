@@ -5,17 +5,16 @@ or weights: it gets assignments, asks the engines, and returns trajectories.
 """
 
 import asyncio
-import os
 import pickle
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.engine_link import portable
+from agentrl.cluster.memory_pressure import prefer_to_kill
 from agentrl.flow import Flow, elapsed, freeze_gc, run_steadily
 from agentrl.net.link import Door, MessageLink, connect
 from agentrl.protocols import Engine
@@ -45,10 +44,6 @@ _SAMPLED_SECONDS = 0.5
 """Between two reports of the tokens that were sampled. They cost the controller by live episode."""
 _SAME_CLOCK_SECONDS = 1.0
 """Clocks that differ by less are those of one machine, seen through a message."""
-_OOM_SCORE = 500
-"""The kernel kills a worker before the controller, whose loss ends the run, and after code in a
-sandbox.
-"""
 
 MakeRunner = Callable[[PlayedPolicy], EpisodeRunner]
 """Makes what plays the episodes of a policy."""
@@ -70,7 +65,7 @@ class RolloutWorker:
             ConfigError: the parts cannot be made.
             OSError: the controller cannot be reached.
         """
-        _prefer_to_kill()
+        prefer_to_kill()
         run_steadily(self.play_for(door))
 
     async def play_for(self, door: Door) -> None:
@@ -204,12 +199,3 @@ def _earlier(trajectory: Trajectory, seconds: float) -> Trajectory:
     """The trajectory with the times of a clock that is so far behind."""
     turns = tuple(replace(turn, asked=turn.asked - seconds) for turn in trajectory.turns)
     return replace(trajectory, turns=turns, started=trajectory.started - seconds)
-
-
-def _prefer_to_kill() -> None:
-    """Let the kernel kill this process, and those that it starts, before the controller when memory
-    is short.
-    """
-    path = Path(f"/proc/{os.getpid()}/oom_score_adj")
-    with suppress(OSError, ValueError):  # a container may not allow it
-        path.write_text(str(max(_OOM_SCORE, int(path.read_text()))))
