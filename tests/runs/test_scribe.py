@@ -2,12 +2,28 @@
 
 import asyncio
 import os
+import pickle
 import signal
 from pathlib import Path
 
 import pytest
+from pyarrow.parquet import read_table
 
+from agentrl.arrays import floats, ints
+from agentrl.observe.trajectories import episodes_of_step, write_trajectories
+from agentrl.runs.recorder import metrics_of_step
 from agentrl.runs.scribe import Scribe
+from agentrl.sealed_turns import SealedTurns
+from agentrl.trajectory import (
+    Completion,
+    Group,
+    Message,
+    Score,
+    Task,
+    Terminated,
+    Trajectory,
+    Turn,
+)
 from tests.processes import PATIENCE_SECONDS
 
 
@@ -49,6 +65,44 @@ def test_a_scribe_works_in_a_process_of_its_own_and_its_death_loses_no_record(ca
             assert await scribe.call(place) == place()
         async with scribe.in_own_process(False):
             assert await scribe.call(place) == place()
+
+    asyncio.run(main())
+
+
+def played() -> list[Group]:
+    """Two groups, as they arrive from rollout workers."""
+    groups = []
+    for number in range(2):
+        task = Task("room", number, {}, f"train-{number}")
+        answer = Completion(ints((5, 6)), floats((-1, -2)), ints((0, 0)), "stop")
+        turn = Turn(ints((1, 2)), answer, 1.0, {"seen": "a key"})
+        said = (Message("user", "Look."), Message("assistant", "a key"))
+        one = Trajectory(f"{task.id}/0/0", task, (turn,) * 3, Terminated(), said)
+        arrived = pickle.loads(pickle.dumps(one.sealed()))
+        groups.append(Group(task, (arrived,), (Score(3.0, {"environment": 3.0}),)))
+    return groups
+
+
+def is_open(group: Group) -> bool:
+    turns = group.trajectories[0].turns
+    assert isinstance(turns, SealedTurns)
+    return "opened" in vars(turns.seal)
+
+
+def test_a_scribe_writes_and_measures_what_the_controller_would(tmp_path):
+    async def main() -> None:
+        scribe = Scribe()
+        groups = played()
+        async with scribe.in_own_process(True):
+            await begun(scribe)
+            there = tmp_path / "there" / "trajectories" / "step.parquet"
+            await scribe.call(write_trajectories, there, episodes_of_step(groups))
+            measured = await scribe.call(metrics_of_step, groups, 0, 0, ["room"])
+        assert not any(map(is_open, groups))
+        here = tmp_path / "here" / "trajectories" / "step.parquet"
+        write_trajectories(here, episodes_of_step(groups))
+        assert read_table(there) == read_table(here)
+        assert repr(measured) == repr(metrics_of_step(groups, 0, 0, ["room"]))
 
     asyncio.run(main())
 
