@@ -25,9 +25,11 @@ from agentrl.gateway.coding_agents import (
 from agentrl.gateway.command_agent import CommandAgent
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.player import PlayerEngine
+from agentrl.gateway.sandboxed_agent import SandboxedAgent
 from agentrl.gateway.server import serving
 from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.rollout.assignment import Assignment
+from agentrl.sandbox.config import AgentPlace
 from agentrl.trajectory import Failed, Task, Terminated, ToolCall, Trajectory
 from tests.gateway.served import RENDERER, runner_on
 from tests.gateway.vendors import VENDORS, NodeVendor, Vendor, folder_of_programs
@@ -204,3 +206,45 @@ def test_a_published_coding_agent_makes_a_file(name, tmp_path, monkeypatch):
     if real.agent.transcript:
         own = "".join(file.read_text() for file in tmp_path.rglob("*") if file.is_file())
         assert all(command in own for command in COMMANDS)  # its transcript names what ours does
+
+
+@pytest.mark.long
+def test_a_published_coding_agent_works_inside_a_jail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = REAL["mini_swe_agent"]
+    interpreter, _, _ = real.vendor.command(folder_of_programs()).partition(" ")
+    venv = Path(interpreter).parents[1]
+    own = tmp_path / "tool" / "bin" / real.agent.program
+    own.parent.mkdir(parents=True)
+    own.write_text(f'#!/bin/sh\nexec {venv}/bin/{real.agent.program} "$@"\n')
+    own.chmod(0o755)
+    monkeypatch.setenv("AGENTRL_TRANSCRIPTS", str(tmp_path / "kept"))
+    said: list[str] = []
+
+    def model(prompt: str) -> str:
+        said.append(real.says(prompt))
+        return said[-1]
+
+    async def main() -> Trajectory:
+        registry = SessionRegistry(GatewayConfig())
+        engine = PlayerEngine(lambda prompt, rng: model(prompt), RENDERER)
+        jail = {"name": "jail", "paths": [str(own.parents[1]), str(venv)]}
+        # Of memory more than there is, as it limits addresses, too.
+        limits = {"memory": 64 << 30, "processes": 512, "disk": 1 << 30}
+        place = AgentPlace(where="inside", sandbox=jail, **limits)
+        program = SandboxedAgent(real.agent, place, registry)
+        runner = runner_on(registry, engine, program, 4 * PATIENCE_SECONDS)
+        async with engine, serving(registry), program:
+            (played,) = await runner.play(Assignment("e", Task("agent:real", 0, SUM), 0))
+        return played
+
+    played = asyncio.run(main())
+    assert (played.status, played.env_return) == (Terminated(), 1.0)
+    assert not any(turn.forked for turn in played.turns)
+    assert [turn.completion.token_ids.tolist() for turn in played.turns] == [
+        RENDERER.answer_ids(text).tolist() for text in said
+    ]
+    assert len(said) == 3
+    (transcript,) = (tmp_path / "kept").rglob("trajectory.json")
+    assert all(command in transcript.read_text() for command in COMMANDS)
