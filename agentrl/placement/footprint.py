@@ -393,9 +393,9 @@ def activation_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> i
 def of_rank(kept: Kept, layers: int, facts: ModelFacts, mesh: Mesh) -> Kept:
     """What a rank keeps of the numbers that so many layers keep, if their matrices are divided: all
     of the residual stream, which is the input of two groups of matrices and the output of two, and
-    of norms; and its part of heads and hidden units.
+    of norms; and its part of heads and hidden units, or all of them where ranks gather these.
     """
-    if mesh.tensor == 1:
+    if mesh.tensor == 1 or facts.gathered:
         return kept
     stream = 2 * layers * facts.hidden
 
@@ -412,9 +412,11 @@ def of_rank(kept: Kept, layers: int, facts: ModelFacts, mesh: Mesh) -> Kept:
 
 def summed(facts: ModelFacts, mesh: Mesh) -> int:
     """Numbers of a token that the ranks which divide matrices sum in a pass: hidden states, after
-    the embedding and twice in a layer.
+    the embedding and twice in a layer. What they gather costs half as much to send.
     """
-    return 0 if mesh.tensor == 1 else (2 * facts.layers + 1) * facts.hidden
+    if mesh.tensor == 1:
+        return 0
+    return (2 * facts.layers + 1) * facts.hidden + (facts.gathered or 0) // 2
 
 
 def exchanged(facts: ModelFacts, mesh: Mesh) -> int:
@@ -457,7 +459,13 @@ def layer_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
     largest = of_rank(facts.largest, 1, facts, layout.mesh)
     again = 0 if layout.recompute == "none" else kept_bytes(largest, layout.precision)
     # A context's ranks have a part of the heads, and of all of its tokens.
-    pieces = 4 * 4 * facts.pieced_heads // layout.mesh.tensor * min(QUERIES_AT_ONCE, tokens)
+    pieces = (
+        4
+        * 4
+        * facts.pieced_heads
+        // (1 if facts.gathered else layout.mesh.tensor)
+        * min(QUERIES_AT_ONCE, tokens)
+    )
     # What is sent and what is received.
     exchange = 2 * layout.number * exchanged(facts, layout.mesh)
     # The tokens that are sent and those that come, their results, and the sums in float32.

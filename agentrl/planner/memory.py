@@ -185,7 +185,12 @@ def _undivided_contexts(stages: Stages) -> Iterator[str]:
 def _undivided_matrices(stages: Stages) -> Iterator[str]:
     """Tensor parallelism of the trainer gives each rank equally many heads and ids."""
     facts, parts = stages.facts, stages.trainer.mesh.tensor
-    if facts.kv.heads.keys % parts or facts.vocab % parts:
+    if parts > 1 and facts.gathered is None:
+        yield (
+            f"trainer.tensor_parallel={parts} divides matrices by transformers' plan, and for this"
+            " model it has none, or one that is not built"
+        )
+    elif facts.kv.heads.keys % parts or facts.vocab % parts:
         yield (
             f"trainer.tensor_parallel={parts} divides heads of keys and the vocabulary, and the"
             f" model has {facts.kv.heads.keys} heads of keys and {facts.vocab} ids"

@@ -53,6 +53,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "LlamaConfig",
         {"attention_bias": True, "mlp_bias": True, "pad_token_id": 3, "num_key_value_heads": 4},
     ),
+    "fused": ("Phi3Config", {"pad_token_id": 0}),
     "mixture": (
         "Qwen3MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
@@ -89,10 +90,11 @@ MESHES: Mapping[str, Mapping[str, int]] = {
 
 
 def kinds_on(mesh: str) -> list[str]:
-    """The models that a mesh can compute: those with experts alone, if it divides these; one with
-    biases too, if it divides matrices, and none for which transformers has no plan.
+    """The models that a mesh can compute: those with experts alone, if it divides these; if it
+    divides matrices, those with biases and fused ones too, and none for which transformers has no
+    plan.
     """
-    biased = ["biased"] if "tensor" in mesh else []
+    biased = ["biased", "fused"] if "tensor" in mesh else []
     dense = [] if "expert" in mesh else ["dense", "windowed, capped", *biased]
     return [*dense, "mixture", *([] if "tensor" in mesh else ["mixture with sinks"])]
 
@@ -232,6 +234,7 @@ def test_a_mesh_whose_optimizer_is_in_main_memory_makes_the_steps_of_one_process
     ("mesh", "kind", "count"),
     [
         ("tensor 2", "biased", 4),
+        pytest.param("tensor 2", "fused", 20, marks=pytest.mark.long),
         *(pytest.param(mesh, kinds_on(mesh)[0], 20, marks=pytest.mark.long) for mesh in MESHES),
     ],
 )

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrl.errors import ConfigError
+from agentrl.models.facts import facts_of
+from agentrl.placement.footprint import of_rank
+from agentrl.placement.mesh import Mesh
 from agentrl.trainers.rank.origin import on_meta
 from agentrl.trainers.rank.process_group import RowLayout
 from agentrl.trainers.rank.tensor_files import Stored, pieces, small_pieces
@@ -72,7 +75,7 @@ def test_the_parts_of_all_ranks_are_the_tensor_and_each_element_is_written_once(
         ("Qwen3Config", {"vocab_size": 321}, 2, r"there are 321 ids in its vocabulary"),
         ("Qwen3Config", {"intermediate_size": 33}, 2, r"33 outputs of model.layers.0.mlp.gate"),
         ("GptOssConfig", {}, 2, r"GptOssForCausalLM .* has no plan \(base_model_tp_plan\)"),
-        ("Phi3Config", {"pad_token_id": 0}, 2, r"o_proj is rowwise_split_input"),
+        ("DeepseekV2Config", {"n_routed_experts": 4}, 2, r"kv_a_proj_with_mqa is mla_kv_a_proj"),
     ],
 )
 def test_a_model_whose_matrices_cannot_be_divided_is_refused_by_name(
@@ -85,3 +88,24 @@ def test_a_model_whose_matrices_cannot_be_divided_is_refused_by_name(
     check_matrices(model, 1)
     with pytest.raises(ConfigError, match=rf"^trainer.tensor_parallel={ranks} .*{told}"):
         check_matrices(model, ranks)
+
+
+def test_a_plan_of_memory_knows_what_ranks_gather_and_what_they_cannot_divide() -> None:
+    def facts(kind: str, **settings: Any) -> Any:
+        return facts_of(getattr(transformers, kind)(**{**SMALL, **settings}), kind)
+
+    divided, fused = facts("Qwen3Config"), facts("Phi3Config", pad_token_id=0)
+    assert divided.gathered == 0
+    # of each of two layers, queries, keys and values, and twice the hidden units
+    assert fused.gathered == sum(
+        size - SMALL["hidden_size"] * 2
+        for name, size in fused.linear_ends.items()
+        if name in {"qkv_proj", "gate_up_proj"}
+    )
+    halved, whole = (
+        of_rank(one.kept, one.layers, one, Mesh(tensor=2)).matrices / one.kept.matrices
+        for one in (divided, fused)
+    )
+    assert halved < 0.8
+    assert whole == 1
+    assert facts("GptOssConfig").gathered is None

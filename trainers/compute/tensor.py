@@ -102,6 +102,33 @@ class DividedColumns:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitInputs:
+    """What this rank's columns make of inputs that each rank has whole."""
+
+    compute: Callable[[Tensor], Tensor]
+    group: TensorGroup
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Its part of the sum."""
+        return self.compute(inputs.chunk(self.group.ranks, dim=-1)[self.group.rank])
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredOutputs:
+    """The forward pass of a layer of whose weight this rank has some rows, with the outputs of
+    all.
+    """
+
+    compute: Callable[[Tensor], Tensor]
+    group: TensorGroup
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """All ranks of the group have to call it at the same time."""
+        parts = self.group.joined(self.compute(inputs)[None], self.group.ranks)
+        return parts.movedim(0, -2).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
 class WithoutBias:
     """The forward pass of a linear layer without its bias."""
 

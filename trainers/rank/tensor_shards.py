@@ -1,7 +1,5 @@
 """The matrices of a model, divided over ranks by transformers' plan for it."""
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,19 +7,16 @@ import torch
 from torch import nn
 
 from agentrl.errors import ConfigError
-from agentrl.models.routing import expert_modules
+from agentrl.models.tensor_plan import BY_COLUMNS, BY_ROWS, GATHERED, KNOWN, SPLIT, WHOLE, planned
 from agentrl.trainers.compute.tensor import (
     DividedColumns,
     DividedEmbedding,
+    GatheredOutputs,
+    SplitInputs,
     TensorGroup,
     VocabularyPart,
     WithoutBias,
 )
-
-_ROWS, _COLUMNS = "colwise", "rowwise"
-"""transformers' names for how a matrix is cut: by the columns or the rows of its transpose."""
-_WHOLE = ("replicated_with_grad_allreduce",)
-"""Its names for what is not cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +49,13 @@ def check_matrices(model: Any, ranks: int) -> None:
         "write trainer.tensor_parallel=1, and divide the tokens of long samples by"
         " trainer.context_parallel"
     )
-    planned = list(_planned(model))
-    if not planned:
+    found = list(planned(model))
+    if not found:
         raise ConfigError(
             f"{where}, and transformers has no plan (base_model_tp_plan) for its layers: {instead}"
         )
-    for name, module, style in planned:
-        if style not in {_ROWS, _COLUMNS, *_WHOLE} or (
-            style not in _WHOLE and not isinstance(_layer(module), nn.Linear)
-        ):
+    for name, module, style in found:
+        if style not in KNOWN or (style not in WHOLE and not isinstance(_layer(module), nn.Linear)):
             raise ConfigError(
                 f"{where}, and transformers' plan for {name} is {style}, which is not built here:"
                 f" {instead}"
@@ -73,11 +66,11 @@ def check_matrices(model: Any, ranks: int) -> None:
         "ids in its vocabulary": model.get_input_embeddings().weight.shape[0],
     }
     counts |= {
-        f"{'outputs' if style == _ROWS else 'inputs'} of {name}": _layer(module).weight.shape[
-            style == _COLUMNS
+        f"{'outputs' if style in BY_ROWS else 'inputs'} of {name}": _layer(module).weight.shape[
+            style in BY_COLUMNS
         ]
-        for name, module, style in planned
-        if style not in _WHOLE
+        for name, module, style in found
+        if style not in WHOLE
     }
     for what, count in counts.items():
         if count % ranks:
@@ -97,17 +90,21 @@ def divide_matrices(model: Any, group: TensorGroup | None) -> TensorShards:
     if group is None:
         return TensorShards()
     cut = _Cut(group.ranks)
-    for _, module, style in _planned(model):
+    for _, module, style in planned(model):
         layer = _layer(module)
-        if style == _ROWS:
+        if style in BY_ROWS:
             layer.out_features //= group.ranks
             for one in (layer, *_factors(module, "B")):
                 cut.rows(one)
-        elif style == _COLUMNS:
+            if style == GATHERED:
+                module.forward = GatheredOutputs(module.forward, group)
+        elif style in BY_COLUMNS:
             layer.in_features //= group.ranks
             for one in (layer, *_factors(module, "A")):
                 cut.columns(one)
             layer.forward = WithoutBias(layer)
+            if style == SPLIT:
+                module.forward = SplitInputs(module.forward, group)
             module.forward = DividedColumns(module.forward, layer, group)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     part = VocabularyPart(group, embedding.weight.shape[0] // group.ranks)
@@ -120,22 +117,6 @@ def divide_matrices(model: Any, group: TensorGroup | None) -> TensorShards:
     if head is not None:
         cut.rows(head)
     return cut.shards(model)
-
-
-def _planned(model: Any) -> Iterator[tuple[str, Any, str]]:
-    """The modules of the layers for which transformers has a plan, except experts, which are not
-    cut.
-    """
-    experts = {name for name, _ in expert_modules(model)}
-    plan = {
-        name: style
-        for name, style in (getattr(model, "_tp_plan", None) or {}).items()
-        if ".layers." in f".{name}"
-    }
-    for name, module in model.named_modules():
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style is not None and name not in experts:
-            yield name, module, style
 
 
 def _layer(module: Any) -> Any:
