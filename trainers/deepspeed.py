@@ -44,6 +44,15 @@ class DeepSpeedTrainer(GroupTrainer):
             return self
 
         @model_validator(mode="after")
+        def _layers_are_not_compiled(self) -> Self:
+            if self.compile:
+                raise ValueError(
+                    "DeepSpeed has hooks inside of layers, with which compile has not been tried:"
+                    " write trainer: fsdp (or local), or leave compile out"
+                )
+            return self
+
+        @model_validator(mode="after")
         def _layers_are_computed_again_as_they_were(self) -> Self:
             if self.zero_stage == 3 and self.activation_checkpointing == "selective":
                 raise ValueError(

@@ -70,6 +70,11 @@ class FsdpTrainer(GroupTrainer):
                     f" {self.replicas} replicas (replicas) of groups of {group} (context_parallel"
                     f" x tensor_parallel): write world_size: {more}, or other numbers of these"
                 )
+            if self.compile and self.tensor_parallel > 1:
+                raise ValueError(
+                    "compile makes one program of a layer, and the ranks of tensor_parallel"
+                    " exchange hidden states inside of it: leave one of them out"
+                )
             of_replica = self.world_size // self.replicas
             if of_replica % self.expert_parallel:
                 ways = ", ".join(str(n) for n in range(1, of_replica + 1) if of_replica % n == 0)

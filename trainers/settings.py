@@ -128,6 +128,11 @@ class TrainerSettings(Settings):
     devices are GPUs.
     """
 
+    compile: bool = False
+    """Compile all layers but the last by `torch.compile`, without their attention. The first steps
+    take minutes longer, and other lengths of samples compile nothing again. Not with mixtures of
+    experts, selective recomputation, `tensor_parallel` or `deepspeed`."""
+
     trust_remote_code: bool = False
     """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts of a
     run.
@@ -155,6 +160,16 @@ class TrainerSettings(Settings):
             raise ValueError(
                 f"betas of {self.betas} change a moment by less than bfloat16 can tell: write betas"
                 f" of at most {_SLOWEST}, or moments: int8 or float32"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layers_can_be_compiled(self) -> Self:
+        if self.compile and self.activation_checkpointing == "selective":
+            raise ValueError(
+                "compile makes one program of a layer's operators, and activation_checkpointing:"
+                " selective keeps the results of some of them: write full or none, or leave compile"
+                " out"
             )
         return self
 

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from agentrl.batch import TrainBatch
 from agentrl.models.facts import model_facts
 from agentrl.trainers.compute import attention as segments_attention
+from agentrl.trainers.compute.compiled import compile_blocks
 from agentrl.trainers.compute.forward import to_device
-from agentrl.trainers.compute.recomputation import blocks_of
 from agentrl.trainers.local import LocalTrainer
 from benchmarks.battery.piece import Findings, Place, SkipError
 from benchmarks.battery.subjects import (
@@ -177,7 +177,7 @@ def int8_moments(place: Place, findings: Findings) -> None:
 
 
 def compiled(place: Place, findings: Findings) -> None:
-    """Each layer compiled against each layer as it is."""
+    """Layers compiled as `trainer.compile` does against layers as they are."""
     if place.on_gpu and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         raise SkipError("torch.compile needs a C compiler, and there is none")
     model = random_model(place, SMALL)
@@ -187,8 +187,9 @@ def compiled(place: Place, findings: Findings) -> None:
     rank = Rank.open(place, model, activation_checkpointing="none")
     logprobs_N, gradients = _pass(rank, batch)
     findings.note("as it is", _seconds(place, lambda: _pass(rank, batch)), "s")
-    for block in blocks_of(rank.worker.sharding.trainable.model):
-        block.compile(dynamic=True, backend="inductor" if place.on_gpu else "aot_eager")
+    compile_blocks(
+        rank.worker.sharding.trainable.model, "inductor" if place.on_gpu else "aot_eager"
+    )
     began = time.perf_counter()
     found_N, found = _pass(rank, batch)
     findings.note("first compiled pass", time.perf_counter() - began, "s")

@@ -23,6 +23,7 @@ from agentrl.models.source import here
 from agentrl.models.vision import attention_of, auto_class
 from agentrl.models.weight_names import WeightNames
 from agentrl.trainers.compute.attention import ATTENTION
+from agentrl.trainers.compute.compiled import compile_blocks
 from agentrl.trainers.compute.context import ContextGroup
 from agentrl.trainers.compute.forward import (
     DeviceMicroBatch,
@@ -244,6 +245,8 @@ def make_model(
     made: dict[str, Callable[[], Tensor]] = {}
     if valued:
         made |= {name: partial(torch.zeros, shape) for name, shape in _value_head(model).items()}
+    if spec.config.compile:
+        compile_blocks(model)
     how = spec.config.recomputed(sum(parameter.numel() for parameter in model.parameters()))
     recompute_blocks(model, how, offload=spec.config.activation_offload)
     lora = spec.config.lora
