@@ -11,18 +11,21 @@ from transformers import AttentionInterface
 
 from agentrl.errors import ConfigError
 from agentrl.models.routing import expert_modules
+from agentrl.models.vision import language_model
 from agentrl.trainers.compute.attention import ATTENTION, attend
 from agentrl.trainers.compute.recomputation import blocks_of
 
 
 def compile_blocks(model: Any, backend: str = "inductor") -> None:
-    """Let each layer of a Hugging Face model but the last compute by compiled code, which is made
-    when it is first called. The last one stays as it is, since it computes only needed tokens.
+    """Let each layer of a Hugging Face model's decoder but the last compute by compiled code, which
+    is made when it is first called. The last one stays as it is, since it computes only needed
+    tokens.
 
     Raises:
         ConfigError: the model has experts, or does not say which of its modules are layers.
     """
-    kind, found = type(model).__name__, blocks_of(model)
+    kind, language = type(model).__name__, set(language_model(model).modules())
+    found = [block for block in blocks_of(model) if block in language]
     if expert_modules(model):
         raise ConfigError(
             f"trainer.compile compiles layers for any number of tokens, and those of {kind} compute"
