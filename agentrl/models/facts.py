@@ -15,7 +15,6 @@ from typing import Any
 from agentrl.errors import ConfigError
 from agentrl.models.layer_facts import Heads, Kept, Layer
 from agentrl.models.optional_fields import optional_field
-from agentrl.models.tensor_plan import gathered_numbers
 from agentrl.models.vision import auto_class, language_model, part_of, sees
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -158,6 +157,8 @@ def facts_of(config: Any, name: str) -> ModelFacts:
         ConfigError: models of its kind cannot be counted here.
     """
     import torch
+
+    from agentrl.models.tensor_plan import gathered_numbers
 
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=torch.bfloat16)
