@@ -3,9 +3,9 @@
 import shutil
 import subprocess
 import sys
+from importlib.metadata import distribution
 from pathlib import Path
 
-import pip
 import pytest
 
 from tests.docker_engine import BASE, needs_docker
@@ -32,9 +32,10 @@ def docker(host: str, *words: str) -> str:
 def test_the_image_has_the_wheel_and_its_command(docker_host: str, tmp_path: Path) -> None:
     """Without what the wheel depends on, which takes a network."""
     base, context = tmp_path / "base", tmp_path / "context"
-    shutil.copytree(
-        Path(pip.__file__).parent, base / "pip", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    # Found without an import: after `import pip`, setuptools no longer replaces distutils, and vLLM's
+    # import warns in this process.
+    pip = Path(str(distribution("pip").locate_file("pip")))
+    shutil.copytree(pip, base / "pip", ignore=shutil.ignore_patterns("__pycache__"))
     (base / "Dockerfile").write_text(WITH_PIP)
     docker(docker_host, "build", "--network", "none", "-t", "agentrl-test-pip", str(base))
     wheel = ("wheel", "--quiet", "--no-deps", "--wheel-dir", str(context / "dist"), ".")
