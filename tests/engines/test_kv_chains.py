@@ -213,7 +213,7 @@ def test_what_is_found_under_a_chain_s_origin_is_within_the_bound_in_any_order_o
 class VersionedModel:
     """In the place of a model: it knows which version has computed each token's KV in each slot."""
 
-    vocab_size, max_positions = 50, 200
+    vocab_size, max_positions, sees = 50, 200, False
 
     def __init__(self) -> None:
         self.version = 0

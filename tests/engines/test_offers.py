@@ -16,7 +16,10 @@ BOTH = {"scores": True, "stages_weights": True}
 @pytest.mark.parametrize(
     ("engine", "offers"),
     [
-        (LocalEngine, EngineOffers(reports_experts=True, reads_arrivals=True, **BOTH)),
+        (
+            LocalEngine,
+            EngineOffers(reports_experts=True, reads_arrivals=True, reads_images=True, **BOTH),
+        ),
         (
             VllmEngine,
             EngineOffers(
