@@ -382,8 +382,11 @@ class Cluster:
     transport: str
 
     async def publish(self, version: int) -> Published:
+        """Publish a version, and wait for its files, which are written beside the next step."""
         self.trainer.now = self.truth.new(version)
-        return await self.publisher.publish(self.trainer, version)  # type: ignore[arg-type]
+        published = await self.publisher.publish(self.trainer, version)  # type: ignore[arg-type]
+        await published.weights.at_rest()
+        return published
 
     async def assert_all_serve(self, version: int, *, alive: Sequence[int] = (0, 1)) -> None:
         for number, engine in enumerate(self.engines):
