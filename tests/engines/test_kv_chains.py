@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.arrays import ints
+from agentrl.arrays import IntArray, ints
 from agentrl.engines import kv_chains
 from agentrl.engines.kv_chains import Chain, KvChains
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.packed_model import Drawn, StepRow
+from agentrl.placed_images import PlacedImage
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion
@@ -222,6 +223,9 @@ class VersionedModel:
         """Of each sampled token: its request's seed, its position, its version, and the oldest
         version that computed KV that it attends to.
         """
+
+    def positions(self, prompt_ids: IntArray, images: Sequence[PlacedImage]) -> None:
+        """Those of a model that reads no pictures."""
 
     def step(self, rows: Sequence[StepRow]) -> list[Drawn]:
         drawn = []
