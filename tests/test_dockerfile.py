@@ -32,8 +32,8 @@ def docker(host: str, *words: str) -> str:
 def test_the_image_has_the_wheel_and_its_command(docker_host: str, tmp_path: Path) -> None:
     """Without what the wheel depends on, which takes a network."""
     base, context = tmp_path / "base", tmp_path / "context"
-    # Found without an import: after `import pip`, setuptools no longer replaces distutils, and vLLM's
-    # import warns in this process.
+    # Found without an import: after `import pip`, setuptools no longer replaces distutils, and
+    # vLLM's import warns in this process.
     pip = Path(str(distribution("pip").locate_file("pip")))
     shutil.copytree(pip, base / "pip", ignore=shutil.ignore_patterns("__pycache__"))
     (base / "Dockerfile").write_text(WITH_PIP)

@@ -298,7 +298,7 @@ def test_the_algorithm_shown_is_configurable_and_passes_the_test_that_is_shown_w
     assert "epsilon" in configured.stdout, configured.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_package_shown_for_credit_by_turn_is_short_proved_and_found_by_its_name(
     tmp_path: Path,
 ) -> None:

@@ -103,7 +103,7 @@ def test_the_other_package_is_an_entry_point_and_one_module(example: Path) -> No
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_environment_of_another_package_is_trained_by_name(
     example: Path, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ def demo_of_the_wheel(folder: Path, overrides: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_wheel_has_all_that_its_command_needs(tmp_path: Path) -> None:
     """Its files alone, beside the libraries that are here: nothing of the repository can be
     imported.

@@ -278,7 +278,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_base(tmp_path_factory.mktemp("crossings"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_combinations_of_settings_are_refused_by_name_or_follow_the_gradient(
     base: Path,
 ) -> None:

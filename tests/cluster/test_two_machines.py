@@ -121,7 +121,7 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_engines_of_a_machine_read_one_copy_which_does_not_go_through_the_driver(
     two_machines: TwoMachines, tmp_path: Path
 ) -> None:

@@ -102,7 +102,7 @@ def test_what_vllm_cannot_report_is_refused_with_the_way_out(
     assert not VllmStart(VllmSettings(), mixture)._routed(on_cpu=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_actor_holds_its_choices_for_those_who_read_them(mixture: Path) -> None:
 
     from tests.cluster.shared_ray import join_shared_ray

@@ -130,7 +130,7 @@ def test_tampered_tests_earn_nothing_and_a_repair_does_in_a_jail() -> None:
     assert asyncio.run(earned({"sandbox": JAIL, **SMALL, **PATIENT}, attempts)) == [0, 0, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_hostile_attempt_earns_anything_in_a_jail() -> None:
     rewards = asyncio.run(earned({"sandbox": JAIL, **SMALL}, list(HOSTILE.values())))
     assert dict(zip(HOSTILE, rewards, strict=True)) == dict.fromkeys(HOSTILE, 0.0)
@@ -160,7 +160,7 @@ def test_a_sandbox_without_the_interpreter_is_refused_before_the_episode() -> No
         asyncio.run(earned({"sandbox": fake, "languages": ["javascript"]}, [""]))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_repair_environment_keeps_the_contract_in_a_jail() -> None:
     options = {"level": 4, "languages": ["python", "sh", "awk"]}
     check_env(Repair, options=options, gold=strong_player, seeds=(0, 1), deadline=300, max_turns=4)

@@ -202,7 +202,7 @@ def test_a_task_without_a_test_is_refused() -> None:
         play(None, test="")  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_shell_environment_keeps_the_contract_in_a_jail() -> None:
     check_env(Shell, gold=strong_player, seeds=(0, 1), deadline=300, max_turns=3)
 

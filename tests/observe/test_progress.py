@@ -249,7 +249,7 @@ def test_the_line_of_a_step_ends_with_the_time_left():
     assert line_of(made_up()[0]).endswith("failures 1 engine + 3 environment  left 19:55")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_real_run_draws_its_picture_in_a_real_terminal(tmp_path):
     import pexpect
 

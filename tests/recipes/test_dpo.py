@@ -42,7 +42,7 @@ def test_a_conversation_is_laid_out_as_it_would_have_been_played() -> None:
         trajectory_from_messages(said[:2], RENDERER)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_chosen_becomes_likelier_and_what_is_rejected_less(tmp_path: Path) -> None:
     create_tiny_model(tmp_path / "model", corpus=["Which way? left right up down"])
     rows = [{"prompt": f"Which way? {n}", "chosen": "left", "rejected": "right"} for n in range(24)]

@@ -77,7 +77,7 @@ def settled(run: Path, steps: int) -> None:
         assert ledger.task_fates().trained == 2 * steps
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_replies_that_cannot_be_used_cost_their_episodes_and_not_the_run(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("env: tests.recipes.test_faults:Flawed\n")

@@ -504,7 +504,7 @@ def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_sigterm_ends_a_run_as_ctrl_c_does_also_one_in_the_background(tmp_path, background):
     command = start(
         *SMALL,
@@ -624,7 +624,7 @@ def test_an_engine_that_does_not_say_which_experts_it_chose_is_refused_before_an
         asyncio.run(main())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_may_imitate_its_own_best_episodes(tmp_path):
     (tmp_path / "own.yaml").write_text("""
 recipe: {name: sft, rejection: {keep: best}}
@@ -641,7 +641,7 @@ trackers: []
     assert [row["loss"] > 0 for row in rows if "nll" in row] == [True, True]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_policy_comes_nearer_to_a_teacher_that_a_trainer_computes(tmp_path):
     for name, seed in (("student", 0), ("teacher", 1)):
         create_tiny_model(

@@ -154,7 +154,7 @@ def test_a_run_waits_for_a_judge_that_is_killed_and_the_same_run_again_asks_noth
     assert scores == pytest.approx([0.675] * STEPS * 16)  # none was made up
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rule_a_sandbox_a_judge_and_a_monitor_train_together_on_a_tool_environment(
     tmp_path: Path,
 ) -> None:

@@ -502,7 +502,7 @@ def test_an_exported_checkpoint_is_the_same_model_without_the_optimizer_and_over
 # All of it, on a real run.
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_command_begins_a_run_goes_on_after_a_kill_and_keeps_its_best(tmp_path, agentrl):
     arguments = [
         "train",

@@ -103,7 +103,7 @@ def check_seeds(seeds: range) -> int:
     return len(seeds)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hundred_random_schedules_keep_the_bound_and_drop_nothing():
     assert check_seeds(range(100)) == 100
 
@@ -210,7 +210,7 @@ def gauss(steps: int, **env: float) -> World:
 
 
 @pytest.mark.parametrize(
-    "steps", [pytest.param(25, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.long)]
+    "steps", [pytest.param(10, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.long)]
 )
 def test_a_few_hung_and_slow_environments_never_stall_a_thousand_steps(steps):
     clean, troubled = gauss(steps).run(), gauss(steps, hung=0.001, fail_slow=0.01).run()
@@ -261,7 +261,7 @@ def test_a_fifth_of_all_environments_failing_costs_little_and_leaks_nothing(max_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sigma", [1.0, 1.4])
+@pytest.mark.parametrize("sigma", [pytest.param(1.0, marks=pytest.mark.long), 1.4])
 def test_the_slots_are_kept_full_under_heavy_tails(sigma):
     rollout = RolloutConfig(
         groups_per_step=512, group_size=8, deadlines=PATIENT, sampling={"max_tokens": 10_000}

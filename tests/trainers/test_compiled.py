@@ -58,7 +58,7 @@ def computed(model: Any, lengths: Sequence[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("Qwen3Config", {}),
+        pytest.param("Qwen3Config", {}, marks=pytest.mark.long),
         (
             "Gemma2Config",
             {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] * 2},

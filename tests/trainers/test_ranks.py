@@ -134,6 +134,7 @@ def test_on_gpus_a_trainer_keeps_the_contract(
     )
 
 
+@pytest.mark.long
 @each_of(KINDS, long=[name for name in KINDS if name != "fsdp"])
 def test_a_trainer_of_two_ranks_keeps_the_contract(
     name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path

@@ -234,7 +234,7 @@ def test_a_frozen_tower_takes_no_moments_and_is_not_sent_and_adapters_leave_it_a
             assert not (same and one.endswith("q_proj.weight")), f"{one} was not trained"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [

@@ -151,7 +151,7 @@ def test_a_sender_holds_two_buckets_and_a_unit(name: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["handles", "stream"])
+@pytest.mark.parametrize("name", [pytest.param("handles", marks=pytest.mark.long), "stream"])
 def test_each_rank_holds_two_buckets_and_a_unit(
     name: str, folder: Path, tiny_model_dir: Path
 ) -> None:
