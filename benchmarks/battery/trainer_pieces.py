@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from agentrl.batch import TrainBatch
 from agentrl.models.facts import model_facts
 from agentrl.trainers.compute import attention as segments_attention
+from agentrl.trainers.compute import flex
 from agentrl.trainers.compute.compiled import compile_blocks
 from agentrl.trainers.compute.forward import to_device
 from agentrl.trainers.local import LocalTrainer
@@ -99,6 +100,44 @@ def attention(place: Place, findings: Findings) -> None:
         findings.check(gap <= tolerances[0], f"in {kind}, logprobs are off by {gap:.3g} on average")
         findings.check(apart <= tolerances[1], f"in {kind}, gradients are off by {apart:.1%}")
     remove_model(model)
+    if place.on_gpu:
+        _check_caps_and_sinks(findings)
+
+
+def _check_caps_and_sinks(findings: Findings) -> None:
+    """Layers as those of Gemma 2 and gpt-oss, in bfloat16, against the CPU in float32."""
+    kernel = flex.flex_kernel(torch.device("cuda", 0))
+    findings.note("kernel for caps and sinks", "none" if kernel is None else "torch's flex")
+    lengths, generator = (700, 300, 24), torch.Generator().manual_seed(0)
+    shapes = [(1, heads, sum(lengths), 64) for heads in (8, 2, 2)]
+    made = [torch.randn(shape, generator=generator) for shape in (*shapes, (8,))]
+    for window, softcap in ((None, 20.0), (200, None)):
+        found: list[list[torch.Tensor]] = []
+        for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+            inputs = [one.to(device, dtype).requires_grad_() for one in made]
+            query, key, value, sinks = inputs
+            segments = segments_attention.Segments.of(lengths, torch.device(device))
+            out, _ = segments_attention.attend(
+                torch.nn.Module(),
+                query,
+                key,
+                value,
+                None,
+                segments=segments,
+                sliding_window=window,
+                softcap=softcap,
+                s_aux=sinks,
+            )
+            gradients = torch.autograd.grad(out.float().square().sum(), inputs)
+            found.append([one.float().cpu() for one in (out, *gradients)])
+        layer = f"a window of {window}" if softcap is None else f"a cap of {softcap:g}"
+        names = ("out", "query", "key", "value", "sinks")
+        named = [dict(zip(names, one, strict=True)) for one in found]
+        apart = distance(named[1], named[0])
+        findings.note(f"sinks and {layer}: difference of results and gradients", apart)
+        findings.check(
+            apart <= _GRADIENT_TOLERANCE, f"layers with sinks and {layer} are off by {apart:.1%}"
+        )
 
 
 def _pass(rank: Rank, batch: TrainBatch) -> tuple[np.ndarray, dict[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from agentrl.batch import TrainingSample, collate
 from agentrl.errors import ConfigError
 from agentrl.models.attention_check import check_kind
-from agentrl.trainers.compute import attention
+from agentrl.trainers.compute import attention, flex
 from agentrl.trainers.compute.attention import ATTENTION, SIMILAR, Segments, attend
 from agentrl.trainers.compute.forward import (
     compute_logprobs_in,
@@ -359,6 +359,123 @@ def test_on_gpus_the_flash_kernel_gives_what_the_blocks_give(monkeypatch, window
     for device in ("cuda", "none"):
         monkeypatch.setattr(attention, "FLASH_DEVICE", device)
         out, _ = attend(torch.nn.Module(), *inputs, None, segments=segments, sliding_window=window)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one.float(), other.float(), atol=0.05, rtol=0.02)
+
+
+def recomputed(compute):
+    """As in a layer whose activations the backward pass computes again."""
+    return lambda *inputs: checkpoint(compute, *inputs, use_reentrant=False)
+
+
+def by_pieces_and_kernel(lengths, options, monkeypatch, *, sinks, again):
+    """What both compute of the same, with its gradients."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(1, heads, sum(lengths), 16, generator=generator, requires_grad=True)
+        for heads in (4, 2, 2)
+    ]
+    if sinks:
+        inputs.append(torch.randn(4, generator=generator, requires_grad=True))
+        options = {**options, "s_aux": inputs[-1]}
+    results = []
+    segments = Segments.of(lengths, torch.device("cpu"))
+
+    def of(query, key, value):
+        return attend(torch.nn.Module(), query, key, value, None, segments=segments, **options)[0]
+
+    for device, compute in (("cuda", of), ("cpu", recomputed(of) if again else of)):
+        monkeypatch.setattr(attention, "FLASH_DEVICE", device)
+        out = compute(*inputs[:3])
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    return results
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 1, 40, 1000])
+@pytest.mark.parametrize("kind", ["cap", "sinks", "both"])
+@pytest.mark.parametrize("again", [False, True])
+def test_one_kernel_for_caps_and_sinks_gives_what_the_pieces_give(
+    flex_here, monkeypatch, window, kind, again
+):
+    options = {"sliding_window": window, "scaling": 0.3}
+    if kind != "sinks":
+        options["softcap"] = 1.5
+    lengths = [300, 129, 128, 20, 1]
+    pieces, kernel = by_pieces_and_kernel(
+        lengths, options, monkeypatch, sinks=kind != "cap", again=again
+    )
+    assert len(flex_here) == 2 + again  # forward, backward
+    for one, other in zip(pieces, kernel, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=5),
+    st.one_of(st.none(), st.integers(1, 400)),
+)
+def test_a_mask_by_blocks_is_that_of_each_token(lengths, window):
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    tokens = sum(lengths)
+    mask = flex.block_mask(borders, tokens, window)
+    segment_T = np.repeat(np.arange(len(lengths)), lengths)
+    place_T = np.arange(tokens)
+    behind_TT = place_T[:, None] - place_T[None]
+    seen_TT = (segment_T[:, None] == segment_T[None]) & (behind_TT >= 0)
+    if window is not None:
+        seen_TT &= behind_TT < window
+    told_TT = mask.mask_mod(None, None, *map(torch.from_numpy, np.ix_(place_T, place_T)))
+    assert np.array_equal(told_TT.numpy(), seen_TT)
+    # A block that is listed as seen by all is, and none that is seen is left out.
+    size = flex.BLOCK_TOKENS
+    for rows in range(-(-tokens // size)):
+        some, whole = (
+            set(indices[0, 0, rows, : counts[0, 0, rows]].tolist())
+            for counts, indices in (
+                (mask.kv_num_blocks, mask.kv_indices),
+                (mask.full_kv_num_blocks, mask.full_kv_indices),
+            )
+        )
+        for columns in range(-(-tokens // size)):
+            part = seen_TT[rows * size :][:size, columns * size :][:, :size]
+            assert (columns in some) == (part.any() and not part.all())
+            assert (columns in whole) == part.all()
+
+
+def test_the_kernel_for_caps_and_sinks_is_for_what_it_can_compute(monkeypatch):
+    monkeypatch.setattr(flex, "flex_kernel", lambda device: "kernel")
+
+    def taken(dtype=torch.bfloat16, size=16):
+        return attention._flex(torch.empty(1, 2, 7, size, dtype=dtype)) is not None
+
+    assert not taken()
+    monkeypatch.setattr(attention, "FLASH_DEVICE", "cpu")
+    assert taken()
+    assert taken(torch.float16, 192)
+    assert not taken(torch.float32)
+    assert not taken(size=8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this machine has no GPU that torch can use"
+)
+@pytest.mark.parametrize("window", [None, 50])
+def test_on_gpus_one_kernel_for_caps_and_sinks_gives_what_the_pieces_give(monkeypatch, window):
+    segments, generator = (
+        Segments.of([300, 129, 20], torch.device("cuda")),
+        torch.Generator().manual_seed(0),
+    )
+    shapes = [(1, heads, 449, 64) for heads in (8, 2, 2)]
+    made = [torch.randn(shape, generator=generator) for shape in (*shapes, (8,))]
+    inputs = [x.to("cuda", torch.bfloat16).requires_grad_() for x in made]
+    results = []
+    for device in ("cuda", "none"):
+        monkeypatch.setattr(attention, "FLASH_DEVICE", device)
+        *qkv, sinks = inputs
+        options = {"sliding_window": window, "softcap": 20.0, "s_aux": sinks}
+        out, _ = attend(torch.nn.Module(), *qkv, None, segments=segments, **options)
         results.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
     for one, other in zip(*results, strict=True):
         assert torch.allclose(one.float(), other.float(), atol=0.05, rtol=0.02)

@@ -106,6 +106,16 @@ def test_samples_that_share_prefixes_have_the_logprobs_and_gradients_that_each_h
             ), name
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
+@pytest.mark.parametrize("family", ["Gemma2Config", "GptOssConfig"])
+def test_one_kernel_for_caps_and_sinks_takes_shared_prefixes(family, flex_here):
+    test_samples_that_share_prefixes_have_the_logprobs_and_gradients_that_each_has_alone(
+        family, checkpointed=True
+    )
+    assert flex_here
+
+
 @cache
 def trained(family: str) -> tuple[Any, Any]:
     plain, shared = models(family)

@@ -6,7 +6,7 @@ arXiv:2307.08691) takes them as they are, in the precisions that it has. Elsewhe
 similar length are padded at their ends into a block, for one call of torch's fused attention. Its
 causal order keeps the padding out of sight, so memory is linear in the tokens. Layers with a
 sliding window, a soft cap or sinks are computed in pieces of a few hundred queries, which are
-computed again in the backward pass.
+computed again in the backward pass; on GPUs, those with a cap or sinks by one kernel (`flex`).
 
 If samples share a prefix, the sequence has its tokens once, and the segments of all of these
 samples take them.
@@ -18,7 +18,7 @@ columns that they see.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from inspect import signature
 from typing import Any
@@ -26,12 +26,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from agentrl.arrays import IntArray
 from agentrl.models.attention_check import Windows, not_handed_on
+from agentrl.trainers.compute import flex
 from agentrl.trainers.compute.context import ContextSlice, check_heads
 from agentrl.trainers.compute.needed import Needed
 from agentrl.trainers.compute.prefixes import SharedPrefixes
@@ -48,7 +50,7 @@ KEYS_AT_ONCE = 512
 """Keys of a block of torch's fused attention on CPUs."""
 FLASH_DEVICE = "cuda"
 FLASH_PRECISIONS = (torch.bfloat16, torch.float16)
-"""Where FlashAttention runs, and in what."""
+"""Where FlashAttention runs, and in what. `flex` takes the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class Segments:
     computed_S: Tensor | None = None
     needed: Needed | None = None
     context: ContextSlice | None = None
+    block_masks: dict[int | None, BlockMask] = field(default_factory=dict, compare=False)
+    """Masks for `flex` that layers have asked for, by their window."""
 
     @staticmethod
     def of(
@@ -165,6 +169,13 @@ def attend(
         return _once(
             segments, _at_once(flash, (query, key, value), segments, scaling, sliding_window)
         ), None
+    if softcap is not None or s_aux is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if (kernel := _flex(query)) is not None:
+            kind = _Kind(scale, sliding_window, softcap)
+            return _once(
+                segments, _by_flex(kernel, (query, key, value), segments, kind, s_aux)
+            ), None
     if (
         needed_only
         and segments.needed
@@ -232,6 +243,41 @@ def _flash(query: Tensor) -> Callable[..., Any] | None:
 def _flash_kernel(device: torch.device) -> Callable[..., Any] | None:
     """torch's, if the device can run it."""
     return _varlen_kernel() if torch.cuda.get_device_capability(device) >= (8, 0) else None
+
+
+def _flex(query: Tensor) -> flex.Kernel | None:
+    """The kernel for layers with a soft cap or sinks; None if there is none for such queries."""
+    if (
+        query.device.type != FLASH_DEVICE
+        or _precision(query) not in FLASH_PRECISIONS
+        or query.shape[-1] < flex.SMALLEST_HEAD
+    ):
+        return None
+    return flex.flex_kernel(query.device)
+
+
+def _by_flex(
+    kernel: flex.Kernel,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    segments: Segments,
+    kind: "_Kind",
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Attention of all segments in one call, (T, H, D)."""
+    query, key, value = (x.to(_precision(x)) for x in inputs)
+    if (places_T := segments.places_T) is not None:
+        query, key, value = (x.index_select(2, places_T) for x in (query, key, value))
+    masks, window = segments.block_masks, kind.window
+    if window not in masks:
+        masks[window] = flex.block_mask(segments.borders, query.shape[2], window)
+    return flex.attend_by_blocks(
+        kernel,
+        (query, key, value),
+        masks[window],
+        scale=kind.scale,
+        softcap=kind.softcap,
+        sinks_H=sinks_H,
+    )
 
 
 def _varlen_kernel() -> Callable[..., Any] | None:
