@@ -53,6 +53,15 @@ class DeepSpeedTrainer(GroupTrainer):
             return self
 
         @model_validator(mode="after")
+        def _products_are_in_the_precision_of_all_else(self) -> Self:
+            if self.fp8:
+                raise ValueError(
+                    "DeepSpeed has hooks in linear layers, which fp8 replaces: write trainer: fsdp"
+                    " (or local), or leave fp8 out"
+                )
+            return self
+
+        @model_validator(mode="after")
         def _layers_are_computed_again_as_they_were(self) -> Self:
             if self.zero_stage == 3 and self.activation_checkpointing == "selective":
                 raise ValueError(

@@ -75,6 +75,10 @@ class FsdpTrainer(GroupTrainer):
                     "compile makes one program of a layer, and the ranks of tensor_parallel"
                     " exchange hidden states inside of it: leave one of them out"
                 )
+            if self.fp8 and self.tensor_parallel > 1:
+                raise ValueError(
+                    "fp8 replaces linear layers, which tensor_parallel cuts: leave one of them out"
+                )
             of_replica = self.world_size // self.replicas
             if of_replica % self.expert_parallel:
                 ways = ", ".join(str(n) for n in range(1, of_replica + 1) if of_replica % n == 0)

@@ -133,6 +133,12 @@ class TrainerSettings(Settings):
     take minutes longer, and other lengths of samples compile nothing again. Not with mixtures of
     experts, selective recomputation, `tensor_parallel` or `deepspeed`."""
 
+    fp8: bool = False
+    """Let the linear layers of the decoder multiply in fp8 (torchao), with a scale for each token
+    and each output; weights and their gradients stay as they are. `logprob_gap_mean` says how far
+    the trainer is then from the engine. GPUs of compute capability 8.9 or more; CPUs only round as
+    these do. Not with `lora`, `compile`, `tensor_parallel` or `deepspeed`."""
+
     trust_remote_code: bool = False
     """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts of a
     run.
@@ -170,6 +176,16 @@ class TrainerSettings(Settings):
                 "compile makes one program of a layer's operators, and activation_checkpointing:"
                 " selective keeps the results of some of them: write full or none, or leave compile"
                 " out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fp8_is_for_whole_layers(self) -> Self:
+        if self.fp8 and (self.lora is not None or self.compile):
+            other = "compile" if self.lora is None else "lora"
+            raise ValueError(
+                f"fp8 replaces linear layers, and has not been tried with {other}: leave one of"
+                " them out"
             )
         return self
 
@@ -222,7 +238,8 @@ class TrainerSettings(Settings):
 
     def needs(self) -> Mapping[str, str]:
         """See `Settings`."""
-        return {"peft": install_command("lora")} if self.lora else {}
+        needed = {"peft": install_command("lora")} if self.lora else {}
+        return needed | ({"torchao": install_command("fp8")} if self.fp8 else {})
 
     def layout(self) -> TrainerLayout:
         """How the trainer is divided over its ranks, to estimate memory and time before a run."""

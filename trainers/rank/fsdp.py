@@ -21,6 +21,7 @@ from agentrl.placement.mesh import Mesh
 from agentrl.protocols.weight_source import in_format
 from agentrl.trainers.compute.context import ContextGroup, check_heads
 from agentrl.trainers.compute.forward import DeviceMicroBatch
+from agentrl.trainers.compute.fp8 import use_fp8
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.expert_shards import ExpertShards, check_experts, divide_experts
 from agentrl.trainers.rank.gradient_norms import squares
@@ -72,6 +73,8 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
     experts = divide_experts(model.model, groups.expert, groups.tensor)
     matrices = divide_matrices(model.model, groups.tensor)
     model.tensor = groups.tensor
+    if config.fp8:
+        use_fp8(model.model, device)
     _shard(model, config, device, groups, experts)
     home = torch.device("cpu") if config.optimizer_offload else device
     _take_memory(model, home, device)

@@ -11,6 +11,7 @@ from agentrl.errors import ConfigError
 from agentrl.placement.mesh import ONE_RANK, Mesh
 from agentrl.protocols.weight_source import in_format
 from agentrl.trainers.compute.forward import DeviceMicroBatch
+from agentrl.trainers.compute.fp8 import use_fp8
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.gradient_norms import squares
 from agentrl.trainers.rank.host_buffers import HostBuffers
@@ -37,6 +38,8 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "OneDevice":
     config: LocalTrainer.Config = spec.config
     device = device_named(config.device)
     model, trainable, origin = make_model(spec, autocast=in_bfloat16(config, device))
+    if config.fp8:
+        use_fp8(model.model, device)
     take_memory(model, device)
     sharding = OneDevice(device, model, trainable, adamw(model, config))
     begin(sharding, origin)
