@@ -454,7 +454,8 @@ def layer_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
     """Bytes of the backward pass of the layer that takes most, beyond those of `activation_bytes`.
 
     Attention with sinks or a soft cap is computed in pieces of queries that see all tokens before
-    (the scores, the shares, and a gradient of each).
+    (the scores, the shares, and a gradient of each). On GPUs, one kernel takes the place of the
+    pieces and builds none of these; they are counted until a GPU has measured it.
     """
     largest = of_rank(facts.largest, 1, facts, layout.mesh)
     again = 0 if layout.recompute == "none" else kept_bytes(largest, layout.precision)
