@@ -17,7 +17,8 @@ class SandboxChoice(Settings):
     lease: float = Field(3600.0, gt=0)
     """Seconds after which a sandbox ends by itself: longer than any episode takes."""
     memory: Annotated[int, OwnerOnly()] = Field(1 << 30, ge=32 << 20)
-    """Bytes of memory of a sandbox."""
+    """Bytes of memory of a sandbox. In a jail, they are also the address space of each of its
+    processes, of which some programs reserve far more than they use (Node: tens of GiB)."""
     cpus: Annotated[float, OwnerOnly()] = Field(1.0, gt=0)
     """CPUs of a sandbox."""
     processes: Annotated[int, OwnerOnly()] = Field(128, ge=1)
