@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from agentrl.envs.guess_number import weak_player
 from agentrl.ledger.ledger import read_ledger
 from agentrl.settings.base import Settings
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.trajectory import Task
 from tests.recipes.renaming import rename_metrics
+from tests.tasks.test_backplay import config_of, play, save
 
 pytestmark = pytest.mark.slow
 
@@ -170,14 +172,37 @@ trackers: []
 """
 
 
+BACKPLAY = """
+env: guess_number
+steps: 4
+tasks: {{name: backplay, path: {recorded}, success_at: -0.5, groups: 1, held_out: 0}}
+reward: {{name: length, free: 1, limit: 9}}
+rollout: {{groups_per_step: 3, group_size: 2, budget: {{turns: 3}}, sampling: {{max_tokens: 4}}}}
+evaluation: {{tasks: 0}}
+checkpoint: {{every: 1}}
+trackers: []
+"""
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    """A folder of episodes that have found their number in three to eight turns."""
+    config = config_of(tmp_path, tiny_model_dir, "guess_number")
+    tasks = [Task("guess_number", seed, {}, f"train-{seed:06d}") for seed in range(6)]
+    episodes = [play(config, tiny_model_dir, task, weak_player) for task in tasks]
+    return save(tmp_path / "recorded", *[one for one in episodes if 3 <= len(one.turns) <= 8])
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("curriculum", [LEVELS, BACKPLAY], ids=["levels", "backplay"])
 def test_a_curriculum_run_that_was_resumed_equals_one_that_was_not(
-    tmp_path: Path, agentrl: Any, tiny_model_dir: Path
+    curriculum: str, tmp_path: Path, agentrl: Any, tiny_model_dir: Path, recorded: Path
 ) -> None:
     ends = {}
     for name, launches in {"whole": [4], "resumed": [2, 4]}.items():
         run, path = tmp_path / name, tmp_path / f"{name}.yaml"
-        path.write_text(LEVELS.format() + f"model: {tiny_model_dir}\nrun_dir: {run}\n")
+        written = curriculum.format(recorded=recorded)
+        path.write_text(f"{written}model: {tiny_model_dir}\nrun_dir: {run}\n")
         for number, steps in enumerate(launches):
             if number:
                 rename_metrics(run)
@@ -189,7 +214,10 @@ def test_a_curriculum_run_that_was_resumed_equals_one_that_was_not(
             outcomes = list(ledger.outcomes())
         ends[name] = outcomes, json.loads((run / "summary.json").read_text())["weights_sha256"]
     assert ends["whole"] == ends["resumed"]
-    assert len({task.options["high"] for _, task, _ in ends["whole"][0]}) > 1
+    tasks = [task for _, task, _ in ends["whole"][0]]
+    # What the curriculum chooses has changed: the range of numbers, or where episodes begin.
+    chosen = {task.options.get("high") or task.id.rpartition("-")[2] for task in tasks}
+    assert len(chosen) > 1
 
 
 STATEFUL = """
