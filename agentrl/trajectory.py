@@ -580,6 +580,13 @@ class Trajectory:
         """Those of them that are trained on here."""
         return self._sampled_from(self.trained_turns)
 
+    @property
+    def num_played_tokens(self) -> int:
+        """Sampled tokens of the turns that the episode itself has played: without those of the
+        episode that it has left (`branch`), so that a sum over episodes counts each once.
+        """
+        return self._sampled_from(0 if self.branch is None else self.branch.turn)
+
     def _sampled_from(self, turn: int) -> int:
         if isinstance(self.turns, SealedTurns):
             return int(self.turns.columns.sampled_K[turn:].sum())

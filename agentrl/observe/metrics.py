@@ -65,8 +65,8 @@ def rollout_metrics(
         **{f"reward_std/{name}": pstdev(values) for name, values in parts.items()},
         "success": success_share(list(zip(trajectories, scores, strict=True))),
         "turns": fmean(len(trajectory.turns) for trajectory in trajectories),
-        "sampled_tokens": float(sum(trajectory.num_tokens for trajectory in trajectories)),
-        "prompt_tokens": float(sum(len(turn.prompt_ids) for turn in turns)),
+        "sampled_tokens": float(sum(one.num_played_tokens for one in trajectories)),
+        "prompt_tokens": float(sum(map(_new_prompt_tokens, trajectories))),
         "forked_turns": float(sum(turn.forked for turn in turns)),
         "forked_share": sum(turn.forked for turn in turns) / max(1, len(turns) - len(trajectories)),
         "cut_answers": lengths["length"] / max(1, len(turns)),
@@ -89,6 +89,14 @@ def rollout_metrics(
             for age, count in sorted(ages_of_tokens.items())
         },
     }
+
+
+def _new_prompt_tokens(trajectory: Trajectory) -> int:
+    """Tokens of an episode's prompts that no other has. A branch answers a prompt that is counted
+    for the episode that it has left.
+    """
+    own = 0 if trajectory.branch is None else trajectory.branch.turn + 1
+    return sum(len(turn.prompt_ids) for turn in trajectory.turns[own:])
 
 
 def masked_shares(groups: Sequence[Group], made: TracedBatch) -> dict[str, float]:
@@ -200,7 +208,7 @@ def by_env(scored: Sequence[tuple[Trajectory, Score]], envs: Sequence[str]) -> d
                 f"envs/{env}/success_high": high,
                 f"envs/{env}/turns": fmean(len(trajectory.turns) for trajectory, _ in own),
                 f"envs/{env}/episodes": float(len(own)),
-                f"envs/{env}/tokens": float(sum(trajectory.num_tokens for trajectory, _ in own)),
+                f"envs/{env}/tokens": float(sum(one.num_played_tokens for one, _ in own)),
             }
     return metrics
 

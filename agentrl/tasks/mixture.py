@@ -86,7 +86,7 @@ class Mixture:
             share = self._shares[group.task.env]
             share.live -= 1
             share.groups += 1
-            share.tokens += sum(trajectory.num_tokens for trajectory in group.trajectories)
+            share.tokens += sum(one.num_played_tokens for one in group.trajectories)
 
     def lost(self, task: Task) -> None:
         """The group of this task will not be trained on."""

@@ -13,6 +13,7 @@ from agentrl.observe.metrics import MetricsFile, rollout_metrics, wilson_interva
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.trajectory import (
     SEGMENT,
+    BranchPoint,
     Completion,
     Group,
     Message,
@@ -53,6 +54,20 @@ def test_metrics_of_a_batch_are_those_of_its_trajectories():
         6,
         1,
     )
+
+
+def test_what_a_branch_shares_with_the_episode_that_it_has_left_is_counted_once():
+    first, second, other = (trajectory(1.0, (5,) * tokens) for tokens in (3, 2, 4))
+    whole = replace(first, turns=(*first.turns, *second.turns))
+    left = BranchPoint(whole.id, turn=1, share=0.5)
+    branch = replace(
+        whole, id="t/0/0+1", turns=(*first.turns, *other.turns), trained_turns=1, branch=left
+    )
+    group = Group(whole.task, (whole, branch), (Score(1.0), Score(0.0)))
+    metrics = rollout_metrics([group], step=5, envs=["lake"])
+    assert metrics["sampled_tokens"] == metrics["envs/lake/tokens"] == 3 + 2 + 4
+    assert metrics["prompt_tokens"] == 2 * 3
+    assert metrics["turns"] == 2
 
 
 def test_tokens_without_loss_and_turns_trained_on_before_have_no_part_in_staleness():
