@@ -2,7 +2,7 @@
 #
 #     make wheel
 #     docker build -t agentrl .
-#     docker run --rm -v "$PWD/runs:/work/runs" --shm-size 2g agentrl demo
+#     docker run --rm -v "$PWD/runs:/app/runs" --shm-size 2g agentrl demo
 #
 # For GPUs, with vLLM: docker build --build-arg TORCH_INDEX= --build-arg EXTRAS=[gpu,ray] -t agentrl-gpu .
 ARG BASE=python:3.11-slim
@@ -23,7 +23,7 @@ RUN if [ -n "$TORCH_INDEX" ]; then \
     rm -r /tmp/wheel
 
 # Runs and caches are the user's: nothing is written elsewhere.
-WORKDIR /work
-ENV HOME=/work
+WORKDIR /app
+ENV HOME=/app
 ENTRYPOINT ["agentrl"]
 CMD ["--help"]
