@@ -414,7 +414,7 @@ class Life:
 
 
 @given(seed=st.integers(0, 10**6), update=st.sampled_from(["keep", "abort_resume", "drain"]))
-@examples(100)
+@examples(300)
 def test_whatever_is_added_removed_and_dies_each_turn_is_answered_once_with_its_versions(
     seed: int, update: WeightUpdate
 ) -> None:
