@@ -1,6 +1,7 @@
 """`agentrl doctor`: one page about this machine and a config, each line with what to do."""
 
 import asyncio
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,9 +49,10 @@ async def _print_all(loaded: LoadedConfig, *, quick: bool) -> list["Diagnosis"]:
     from agentrl.doctor.examination import examine
 
     found = []
-    async for one in examine(loaded, quick=quick):
-        found.append(one)
-        _print(one)
+    async with aclosing(examine(loaded, quick=quick)) as diagnoses:
+        async for one in diagnoses:
+            found.append(one)
+            _print(one)
     return found
 
 

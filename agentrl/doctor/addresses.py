@@ -4,7 +4,7 @@ whether endpoints tell the time of this machine.
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -26,7 +26,7 @@ _LARGEST_SKEW = 60.0
 """Seconds of a clock; the header `Date` has whole ones, and answers take some."""
 
 
-async def address_diagnoses(config: RunConfig) -> AsyncIterator[Diagnosis]:
+async def address_diagnoses(config: RunConfig) -> AsyncGenerator[Diagnosis, None]:
     """Everything about addresses that the config names."""
     for one in _ports(config):
         yield one

@@ -4,8 +4,8 @@ import asyncio
 import io
 import logging
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +35,7 @@ async def examine(
     loaded: LoadedConfig, *, quick: bool = False, facts: MachineFacts | None = None
 ) -> AsyncGenerator[Diagnosis, None]:
     """All diagnoses, in the order of what has to be right first. `facts`: by default asked here.
+    Who does not take all closes the generator (`contextlib.aclosing`), which ends what was started.
 
     `quick`: without what starts engines, trainers or environments.
     """
@@ -43,8 +44,9 @@ async def examine(
         facts = await asyncio.to_thread(machine_facts, config.run_dir)
     for one in machine_diagnoses(facts, config):
         yield one
-    async for one in address_diagnoses(config):
-        yield one
+    async with aclosing(address_diagnoses(config)) as diagnoses:
+        async for one in diagnoses:
+            yield one
     model = await asyncio.to_thread(_model, config)
     yield model
     yield await asyncio.to_thread(_config, loaded)
@@ -54,8 +56,9 @@ async def examine(
         )
         return
     with tempfile.TemporaryDirectory(prefix="agentrl-doctor-") as folder:
-        async for one in _trial(loaded, Path(folder) / "trial"):
-            yield one
+        async with aclosing(_trial(loaded, Path(folder) / "trial")) as diagnoses:
+            async for one in diagnoses:
+                yield one
         yield await _counting(config, Path(folder) / "counting")
 
 
@@ -105,13 +108,14 @@ def _as_run_in(loaded: LoadedConfig, folder: Path) -> LoadedConfig:
     return LoadedConfig(config.model_copy(update=changed), loaded.origins)
 
 
-async def _trial(loaded: LoadedConfig, folder: Path) -> AsyncIterator[Diagnosis]:
+async def _trial(loaded: LoadedConfig, folder: Path) -> AsyncGenerator[Diagnosis, None]:
     # As a recipe is loaded: by its address, since it imports all that recipes import.
     trial_diagnoses = plugins.load("recipes", "agentrl.doctor.trial:trial_diagnoses")
     try:
         with _quiet(), Run(_as_run_in(loaded, folder), Console(file=io.StringIO())) as run:
-            async for one in trial_diagnoses(run):
-                yield one
+            async with aclosing(trial_diagnoses(run)) as diagnoses:
+                async for one in diagnoses:
+                    yield one
     except (AgentRLError, OSError) as error:
         yield Diagnosis("trial", str(error), "mend what the message names")
 

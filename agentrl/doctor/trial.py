@@ -5,7 +5,8 @@ Nothing of the trial is kept: its folder is a temporary one, and its step is far
 of the run, so that weights which did not arrive are told from those that did.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +34,7 @@ _LEAST_CHANGE = 4.0
 """A step that changes logprobs by fewer times the gap before it tells nothing."""
 
 
-async def trial_diagnoses(run: Run) -> AsyncIterator[Diagnosis]:
+async def trial_diagnoses(run: Run) -> AsyncGenerator[Diagnosis, None]:
     """Try the parts of a run that has not begun.
 
     Raises:
@@ -57,8 +58,9 @@ async def trial_diagnoses(run: Run) -> AsyncIterator[Diagnosis]:
         if not any(one.num_tokens for one in trajectories):
             yield Diagnosis("logprobs", "no episode has a sampled token", skipped=True)
             return
-        async for one in trial.agreement(trajectories):
-            yield one
+        async with aclosing(trial.agreement(trajectories)) as diagnoses:
+            async for one in diagnoses:
+                yield one
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class _Trial:
         member = Member(self.parts.runner, self.parts.reward)
         return await play_members(member, held_out_tasks(config, _EPISODES), config)
 
-    async def agreement(self, before: Sequence[Trajectory]) -> AsyncIterator[Diagnosis]:
+    async def agreement(self, before: Sequence[Trajectory]) -> AsyncGenerator[Diagnosis, None]:
         """The same tokens for engine and trainer, before and after a step."""
         trainer, dtype = self.parts.trainer, self._dtype()
         batch = _batch_of(before)

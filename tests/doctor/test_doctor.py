@@ -283,6 +283,8 @@ def test_weights_that_do_not_arrive_are_named() -> None:
                 diagnoses.append(one)
                 if one.subject == subject:
                     break
+        # What was open is closed now, and not by the event loop at a time of its own.
+        assert asyncio.all_tasks() == {asyncio.current_task()}
         return diagnoses
 
     frozen = asyncio.run(until("weights", f"{__name__}:FrozenEngine"))
