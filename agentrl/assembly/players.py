@@ -34,12 +34,14 @@ from agentrl.protocols import Engine, EngineSettingsOffers, Renderer, TrainerSet
 from agentrl.remote.env_worker import EnvWorker, env_workers, worker_limits
 from agentrl.remote.sessions import ServerLimits
 from agentrl.rollout.agents import FrozenRoute, ScriptedRoute
+from agentrl.rollout.config import WorkerRange
 from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.rollout.episode import EnvEpisodeRunner, Role, ScriptedPolicy
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.workers.host import MakeRunner
 from agentrl.rollout.workers.messages import PlayedPolicy
 from agentrl.rollout.workers.pool import RolloutWorkers
+from agentrl.rollout.workers.scaling import WorkerScaling
 from agentrl.scoring.config import name_of
 from agentrl.settings.sampling import SamplingParams
 
@@ -222,12 +224,14 @@ def prepare_rollout_workers(config: RunConfig, cluster: Cluster) -> None:
     """Begin to import what the rollout workers of a run need, in the process that they will be
     forked from, if they run on this machine. Does not wait.
     """
-    if config.rollout.workers and not cluster.spans_machines:
+    if config.rollout.worker_range and not cluster.spans_machines:
         forking_context(_WORKER_IMPORTS).begin()
 
 
-def rollout_workers(config: RunConfig, cluster: Cluster, model: Path) -> RolloutWorkers:
-    """The rollout workers of a run, not yet entered."""
+def rollout_workers(
+    config: RunConfig, bounds: WorkerRange, cluster: Cluster, model: Path
+) -> RolloutWorkers:
+    """The rollout workers of a run, so many, not yet entered."""
     deadlines = config.rollout.deadlines
     # An environment in the worker's process may block its event loop for as long as it may take.
     blocked = max(deadlines.reset, deadlines.step, deadlines.tool)
@@ -235,7 +239,8 @@ def rollout_workers(config: RunConfig, cluster: Cluster, model: Path) -> Rollout
         cluster.start_one,
         # A config does not pickle, as classes of settings are made for its plug-ins.
         partial(worker_parts, config.to_yaml(), model),
-        config.rollout.workers,
+        bounds.min,
+        scaling=WorkerScaling(bounds.min, bounds.max) if bounds.min < bounds.max else None,
         host=own_address() if cluster.spans_machines else LOOPBACK,
         silence=cluster.config.lease + blocked,
         restarts=cluster.config.restarts,

@@ -98,8 +98,8 @@ async def _runner_factory(
     policy's engine and those of frozen agents.
     """
     config, sampling = placed.config, placed.config.rollout.sampling
-    if config.rollout.workers:
-        async with rollout_workers(config, placed.cluster, model) as workers:
+    if bounds := config.rollout.worker_range:
+        async with rollout_workers(config, bounds, placed.cluster, model) as workers:
 
             def on_workers(engine: Router, frozen: Mapping[FrozenRoute, Router]) -> WorkerRunner:
                 for route, name in frozen_names(config):

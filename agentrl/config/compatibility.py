@@ -422,7 +422,7 @@ def contained_programs_run_in_processes(run: ConfiguredRun) -> str:
 
 
 def workers_have_environments_of_their_own(run: ConfiguredRun) -> str:
-    workers = run.config.rollout.workers
+    workers = run.config.rollout.worker_range
     served = ClusterOffers.of(run.config.cluster.settings).env_workers
     if not workers or not served:
         return ""
@@ -435,7 +435,8 @@ def workers_have_environments_of_their_own(run: ConfiguredRun) -> str:
 
 def workers_have_gateways_of_their_own(run: ConfiguredRun) -> str:
     config, gateway = run.config, run.config.gateway
-    if not config.rollout.workers or not config.env.is_agent:
+    workers = config.rollout.worker_range
+    if not workers or not config.env.is_agent:
         return ""
     if config.env.name == "agent:remote":
         why = "agents elsewhere (env=agent:remote) get their tasks at one address"
@@ -446,7 +447,7 @@ def workers_have_gateways_of_their_own(run: ConfiguredRun) -> str:
     else:
         return ""
     return (
-        f"{why}, and each of the rollout.workers={config.rollout.workers} has a gateway of its own:"
+        f"{why}, and each of the rollout.workers={workers} has a gateway of its own:"
         " leave rollout.workers out"
     )
 
@@ -488,7 +489,7 @@ def branches_can_be_played(run: ConfiguredRun) -> str:
     if rollout.branches is None:
         return ""
     reasons = {
-        "rollout.workers": (rollout.workers > 0, "play no branches yet"),
+        "rollout.workers": (rollout.worker_range is not None, "play no branches yet"),
         "rollout.extra_members": (
             rollout.extra_members > 0,
             "end a group before its branches are played",

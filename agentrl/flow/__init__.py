@@ -12,6 +12,7 @@ from agentrl.flow.retries import Retries
 from agentrl.flow.spans import Span, SpanLog, record_spans, span
 from agentrl.flow.steady_loop import (
     SteadyLoop,
+    busy_seconds,
     elapsed,
     expect_long_callback,
     freeze_gc,
@@ -41,6 +42,7 @@ __all__ = [
     "VirtualDeadlockError",
     "VirtualTimeLoop",
     "WaitReason",
+    "busy_seconds",
     "deadline",
     "elapsed",
     "expect_long_callback",

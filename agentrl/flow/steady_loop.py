@@ -67,6 +67,11 @@ class SteadyLoop(asyncio.SelectorEventLoop):
         longest, self._gaps.longest = self._gaps.longest, {True: 0.0, False: 0.0}
         return longest[False], longest[True]
 
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which callbacks ran so far, and nothing else of the loop could."""
+        return self._gaps.busy
+
     def expect_long_callback(self) -> None:
         """Declare that the running callback computes on the loop on purpose: count its gap apart
         and do not log it.
@@ -104,6 +109,7 @@ class _GapSelector(selectors.DefaultSelector):
         super().__init__()
         self.clock = clock
         self.lost = 0.0
+        self.busy = 0.0
         self.longest = {True: 0.0, False: 0.0}
         self.left = clock()
         self.by_design = False
@@ -112,6 +118,7 @@ class _GapSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         entered = self.clock()
         where = self.watch.take()
+        self.busy += entered - self.left
         self._count(entered - self.left, where)
         if (log := recording()) is not None and not self.by_design:
             log.loop_worked(self.left, entered, where)
@@ -227,6 +234,12 @@ def elapsed() -> float:
     return loop.elapsed() if isinstance(loop, SteadyLoop) else loop.time()
 
 
+def busy_seconds() -> float:
+    """`SteadyLoop.busy_seconds` of the running loop; 0 on a loop of another kind."""
+    loop = asyncio.get_running_loop()
+    return loop.busy_seconds if isinstance(loop, SteadyLoop) else 0.0
+
+
 def loop_metrics() -> dict[str, float]:
     """The longest gaps of the running loop since the last call; empty on a loop of another kind.
 
@@ -244,6 +257,7 @@ def loop_metrics() -> dict[str, float]:
 __all__ = [
     "GAP_SECONDS",
     "SteadyLoop",
+    "busy_seconds",
     "elapsed",
     "expect_long_callback",
     "freeze_gc",

@@ -427,6 +427,11 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
             "Cores that the rollout workers have used since the last step, all together; their"
             " environments' own processes are not counted. Only with `rollout.workers`."
         ),
+        "rollout_workers/busy": (
+            "The share of the time since the last step in which the event loop of a rollout worker"
+            " was busy, on average. Near 1, episodes wait for each other's turns: more workers"
+            " help. `rollout.workers={min: N, max: M}` keeps it near 0.6."
+        ),
         "rollout_workers/most_live": "Episodes that the busiest of them plays.",
         "rollout_workers/lost_episodes": (
             "Episodes that failed since the last step because their worker died."

@@ -83,7 +83,7 @@ async def train(
             scheduler = parts.rollouts(run, start, processing.teaches)
             async with (
                 scheduler as rollouts,
-                run.recorder.scribe.in_own_process(config.rollout.workers > 0),
+                run.recorder.scribe.in_own_process(config.rollout.worker_range is not None),
                 run.recorder.keeping_episodes(rollouts.take_all),
                 run.writing_checkpoints(),
             ):

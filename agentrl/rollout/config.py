@@ -1,6 +1,6 @@
 """The settings of the rollouts."""
 
-from typing import Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -129,6 +129,26 @@ class LiveEpisodes(NamedTuple):
     """Its upper bound."""
 
 
+class WorkerRange(Settings):
+    """A number of rollout workers that follows how busy they are."""
+
+    min: int = Field(1, ge=1)
+    """The fewest workers, with which the run begins."""
+    max: int = Field(ge=1)
+    """The most workers. On one machine more than it has cores are of no use."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(
+                f"min is {self.min} and max is {self.max}: write the smaller one first"
+            )
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.min}" if self.min == self.max else f"{self.min} to {self.max}"
+
+
 class RolloutConfig(Settings):
     """How episodes are played and grouped."""
 
@@ -163,11 +183,12 @@ class RolloutConfig(Settings):
     """Where that limit starts, and its lower bound. By default as many as all engines that are
     alive serve at once (engines x `engine.max_batch`), and at least 128; or fewer, if their KV
     caches do not hold the contexts of so many."""
-    workers: int = Field(0, ge=0)
+    workers: Annotated[int, Field(ge=0)] | WorkerRange = 0
     """Processes that play the episodes, with `cluster=ray` on its machines in turn. Each has
     environments, a renderer and a tokenizer of its own; engines, rewards and the ledger stay with
-    the controller. With 0, the controller plays the episodes, on one core. Whatever the number is,
-    the same episodes are played (docs/scaling.md)."""
+    the controller. With 0, the controller plays the episodes, on one core. With `{min: 2, max: 16}`
+    the number follows how busy they are. Whatever it is, the same episodes are played
+    (docs/scaling.md)."""
     retries: Retries = Retries()
     max_failed_tasks: int = Field(16, ge=0)
     """Tasks that may fail permanently before the run ends."""
@@ -182,6 +203,13 @@ class RolloutConfig(Settings):
     sampling: SamplingParams = SamplingParams()
     deadlines: Deadlines = Field(Deadlines(), validate_default=True)
     rules: RulePoolConfig = RulePoolConfig()
+
+    @property
+    def worker_range(self) -> WorkerRange | None:
+        """The bounds of the number of rollout workers; `None` if the controller plays."""
+        if isinstance(self.workers, WorkerRange):
+            return self.workers
+        return WorkerRange(min=self.workers, max=self.workers) if self.workers else None
 
     @property
     def rule(self) -> type[StalenessRule]:

@@ -17,6 +17,7 @@ from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError
 from agentrl.flow import (
     SteadyLoop,
+    busy_seconds,
     elapsed,
     expect_long_callback,
     freeze_gc,
@@ -46,6 +47,19 @@ class Machine:
 def run(machine: Machine, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     with asyncio.Runner(loop_factory=partial(SteadyLoop, machine)) as runner:
         runner.run(main())
+
+
+def test_a_loop_is_busy_while_callbacks_run_and_not_while_it_waits() -> None:
+    machine = Machine()
+
+    async def main() -> None:
+        await asyncio.sleep(0)
+        before = busy_seconds()
+        machine.pause(1000)
+        await asyncio.sleep(0.05)
+        assert 1000 <= busy_seconds() - before < 1000.05
+
+    run(machine, main)
 
 
 def test_a_gap_is_not_counted_by_the_clock_but_measured_and_told_once(

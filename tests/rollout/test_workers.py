@@ -29,6 +29,7 @@ from agentrl.rollout.workers.host import OpenParts
 from agentrl.rollout.workers.messages import PlayedPolicy
 from agentrl.rollout.workers.pool import RolloutWorkers, WorkerRunner
 from agentrl.rollout.workers.progress import ProgressReader, ProgressSender
+from agentrl.rollout.workers.scaling import WorkerScaling
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing import ScriptedEngine
@@ -71,13 +72,14 @@ async def workers_at(
     *,
     parts: OpenParts = dice_parts,
     silence: float = PATIENCE_SECONDS,
+    scaling: WorkerScaling | None = None,
     **options: Any,
 ) -> AsyncIterator[RolloutWorkers]:
     """Workers that play `Dice` with a scripted engine."""
     engine = engine or scripted()
     start = start_at(place, **options)
     imports = ["tests.rollout.worker_parts"]  # processes are forked with it
-    pool = RolloutWorkers(start, parts, count, silence=silence, imports=imports)
+    pool = RolloutWorkers(start, parts, count, scaling=scaling, silence=silence, imports=imports)
     async with engine, pool as workers:
         workers.engines.name_of(engine, "policy")
         yield workers

@@ -71,6 +71,8 @@ class WorkerConnection:
         """When its event loop gave a sign of life, in seconds of loop time."""
         self.cpu_seconds = 0.0
         """CPU time of its process so far."""
+        self.busy_seconds = 0.0
+        """Seconds in which its event loop was busy so far."""
         self._engines = engines
         prompts = defaultdict[str, HeldPrompts](HeldPrompts)
         self._requests = EngineServer(link, flow, self._generate, prompts, "the controller")
@@ -138,8 +140,9 @@ class WorkerConnection:
         match message:
             case AskedDirectly():
                 self._engines.note_direct(self.rank, message)
-            case Pulse(cpu_seconds):
-                self.last_pulse, self.cpu_seconds = now(), cpu_seconds
+            case Pulse(cpu_seconds, busy_seconds):
+                self.last_pulse = now()
+                self.cpu_seconds, self.busy_seconds = cpu_seconds, busy_seconds
             case Ready():
                 self.is_ready, self.last_pulse = True, now()
                 self._became_ready()

@@ -15,7 +15,7 @@ from typing import Any
 
 from agentrl.cluster.engine_link import portable
 from agentrl.cluster.memory_pressure import prefer_to_kill
-from agentrl.flow import Flow, elapsed, freeze_gc, run_steadily
+from agentrl.flow import Flow, busy_seconds, elapsed, freeze_gc, run_steadily
 from agentrl.net.link import Door, MessageLink, connect
 from agentrl.protocols import Engine
 from agentrl.rollout.assignment import Assignment, MemberReport, Report, TokensSampled, TurnsPlayed
@@ -175,7 +175,7 @@ class _Playing:
         while True:
             self._send_sampled()
             if elapsed() >= due:
-                self._send(Pulse(time.process_time()))
+                self._send(Pulse(time.process_time(), busy_seconds()))
                 for report in self.engines.reports():
                     self._send(report)
                 due = elapsed() + PULSE_SECONDS

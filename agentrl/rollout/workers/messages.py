@@ -116,6 +116,8 @@ class Pulse(NamedTuple):
 
     cpu_seconds: float
     """CPU time of the worker's process so far."""
+    busy_seconds: float
+    """Seconds so far in which its event loop ran callbacks, and episodes waited for their turn."""
 
 
 class Sampled(NamedTuple):

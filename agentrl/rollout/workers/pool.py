@@ -8,15 +8,18 @@ An episode is played by one worker from its beginning to its end. The worker wit
 episodes gets the next one. Which one that is changes nothing, because all seeds of an episode are
 in its assignment. A worker that dies, or gives no sign of life, is replaced; its episodes fail, and
 are played again as after any failure (`agentrl/rollout/attempts.py`). A task that two workers have
-died of is set aside (`agentrl/flow/suspicion.py`).
+died of is set aside (`agentrl/flow/suspicion.py`). With a scaling, workers come and go with the
+load: one that goes plays its episodes to their ends, and gets no other.
 """
 
 import asyncio
+import itertools
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from pydantic_core import to_json
 
@@ -33,6 +36,7 @@ from agentrl.rollout.assignment import Assignment, Report, ignore_reports
 from agentrl.rollout.workers.connection import ROLE, WorkerConnection
 from agentrl.rollout.workers.host import OpenParts, RolloutWorker
 from agentrl.rollout.workers.messages import PlayedPolicy, Stop
+from agentrl.rollout.workers.scaling import WorkerScaling
 from agentrl.rollout.workers.served_engines import ServedEngines
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Failed, Task, Trajectory
@@ -43,11 +47,41 @@ _FIRST_ATTEMPTS = 3
 """The run fails when this many workers of a rank die before any episode has been played."""
 
 
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """The worker of a rank, and those that replace it."""
+
+    supervised: Supervised
+    is_leaving: bool = False
+    """It gets no more episodes, and ends with its last one."""
+    keeping: asyncio.Task[None] | None = None
+    """Keeps it running."""
+
+
+class _Load(NamedTuple):
+    """What workers have done until a moment, all in seconds."""
+
+    at: float = 0.0
+    cpu: float = 0.0
+    busy: float = 0.0
+
+    def since(self, before: "_Load") -> tuple[float, float]:
+        """Cores that they have used meanwhile, and event loops that were busy, on average."""
+        seconds = max(1e-9, self.at - before.at)
+        return max(0.0, self.cpu - before.cpu) / seconds, max(
+            0.0, self.busy - before.busy
+        ) / seconds
+
+
 class RolloutWorkers:
     """The rollout workers of a run. An async context manager: entering it starts them, and returns
     when all can play; leaving it ends them.
 
-    `start` starts a worker's process, and `parts` are opened there. `host`: the address of this
+    `start` starts a worker's process, and `parts` are opened there. `count` workers are started;
+    `scaling` decides how many there are afterwards. `host`: the address of this
     machine at which workers reach it. `silence`: after so many seconds in which its event loop
     stands still, a worker is given up. `restarts`: how often in a row the worker of a rank may be
     replaced with no episode played in between. `imports`: modules that all workers need and that
@@ -64,6 +98,7 @@ class RolloutWorkers:
         parts: OpenParts,
         count: int,
         *,
+        scaling: WorkerScaling | None = None,
         host: str = LOOPBACK,
         silence: float = LEASE_SECONDS,
         restarts: int = RESTARTS,
@@ -73,19 +108,22 @@ class RolloutWorkers:
         self._make = Forked(partial(RolloutWorker, parts), tuple(imports))
         self._host = host
         self._silence = silence
-        self._supervised = [
-            Supervised(f"rollout worker {rank}", "an episode played", allowed=restarts)
-            for rank in range(count)
-        ]
+        self._count = count
+        self._scaling = scaling
+        self._restarts = restarts
+        self._places: dict[int, _Place] = {}
+        self._ended_restarts = 0
         self._connections: dict[int, WorkerConnection] = {}
         self.engines = ServedEngines(self._broadcast)
         """The engines that the workers may ask."""
         self._changed = asyncio.Event()
         self._suspicion = Suspicion(LethalTaskError, "rollout workers")
         self._has_played = False
+        self._num_ended = 0
         self._lost = 0
         self._ended_cpu_seconds = 0.0
-        self._measured = (0.0, 0.0)
+        self._ended_busy_seconds = 0.0
+        self._measured = _Load()
         self._open = AsyncExitStack()
         self._flow = Flow("rollout workers")
 
@@ -96,12 +134,13 @@ class RolloutWorkers:
             door = await opened.enter_async_context(open_door(self._host, self._admit))
             opened.push_async_exit(self._end_all)
             await self._flow.__aenter__()
-            for rank in range(len(self._supervised)):
-                self._flow.start(self._keep(rank, door), name=str(rank))
-            while sum(one.plays for one in self._connections.values()) < len(self._supervised):
+            self._resize(self._count, door)
+            while sum(one.plays for one in self._connections.values()) < self._count:
                 self._changed.clear()
                 await self._changed.wait()
-            self._measured = (elapsed(), self._cpu_seconds())
+            self._measured = self._load()
+            if self._scaling is not None:
+                self._flow.start(self._scale(self._scaling, door), name="scale")
             self._open = opened.pop_all()
         return self
 
@@ -114,10 +153,11 @@ class RolloutWorkers:
 
     def worker_count(self) -> WorkerCount:
         """The number of workers that play. Any thread may ask."""
-        alive = sum(one.plays for one in list(self._connections.values()))
-        restarts = sum(worker.restarts for worker in self._supervised)
-        set_aside = self._suspicion.set_aside
-        return WorkerCount(ROLE, alive, len(self._supervised), restarts, set_aside)
+        alive = len(self._ready())
+        places = list(self._places.values())
+        count = sum(not place.is_leaving for place in places)
+        restarts = self._ended_restarts + sum(place.supervised.restarts for place in places)
+        return WorkerCount(ROLE, alive, count, restarts, self._suspicion.set_aside)
 
     async def play(
         self, policy: PlayedPolicy, assignment: Assignment, report: Report
@@ -133,7 +173,12 @@ class RolloutWorkers:
             async with self._suspicion.turn(suspect):
                 self._suspicion.check(suspect)
                 worker = await self._least_busy()
-                played = await worker.play(policy, assignment, report, suspect)
+                place = self._places[worker.rank]
+                try:
+                    played = await worker.play(policy, assignment, report, suspect)
+                finally:
+                    self._num_ended += 1
+                    self._end_if_left(worker.rank, place)
         except WorkerDiedError as error:
             died = True
             return _failed(assignment, Failed("environment", str(error)), began)
@@ -143,30 +188,41 @@ class RolloutWorkers:
             if not died:
                 self._suspicion.ended(suspect)
         self._has_played = True
-        self._supervised[worker.rank].progress()
+        place.supervised.progress()
         return played
 
     def metrics(self) -> dict[str, float]:
         """Of the time since the last call."""
-        cpu, at = self._cpu_seconds(), elapsed()
-        before_at, before_cpu = self._measured
-        self._measured = at, cpu
+        before, self._measured = self._measured, self._load()
+        cores, busy = self._measured.since(before)
         lost, self._lost = self._lost, 0
         live = [one.live for one in self._connections.values()] or [0]
         return {
-            "rollout_workers/cores": max(0.0, cpu - before_cpu) / max(1e-9, at - before_at),
+            "rollout_workers/cores": cores,
+            "rollout_workers/busy": busy / max(1, len(live)),
             "rollout_workers/lost_episodes": float(lost),
             "rollout_workers/most_live": float(max(live)),
         }
 
-    def _cpu_seconds(self) -> float:
-        return self._ended_cpu_seconds + sum(one.cpu_seconds for one in self._connections.values())
+    def _load(self) -> "_Load":
+        """What all workers have done so far."""
+        connected = self._connections.values()
+        return _Load(
+            elapsed(),
+            self._ended_cpu_seconds + sum(one.cpu_seconds for one in connected),
+            self._ended_busy_seconds + sum(one.busy_seconds for one in connected),
+        )
+
+    def _ready(self) -> list[WorkerConnection]:
+        """The workers that can be given episodes."""
+        leaving = {rank for rank, place in list(self._places.items()) if place.is_leaving}
+        connected = list(self._connections.values())
+        return [one for one in connected if one.plays and one.rank not in leaving]
 
     async def _least_busy(self) -> WorkerConnection:
         """The worker with the fewest episodes; waits while none can play."""
         while True:
-            ready = [one for one in self._connections.values() if one.plays]
-            if ready:
+            if ready := self._ready():
                 return min(ready, key=lambda one: (one.live, one.rank))
             self._changed.clear()
             with waiting_for("all rollout workers are being started again"):
@@ -182,11 +238,67 @@ class RolloutWorkers:
         self._connections[rank] = connection
         return connection.take
 
-    async def _keep(self, rank: int, door: Door) -> None:
-        """Keep a worker of this rank running: start another whenever it dies."""
-        start = partial(self._start, ROLE, self._make, rank)
-        supervised = self._supervised[rank]
+    async def _scale(self, scaling: WorkerScaling, door: Door) -> None:
+        """Change the number of workers with their load. Nothing is decided while none plays."""
+        before, ended = self._load(), self._num_ended
         while True:
+            await asyncio.sleep(scaling.period)
+            load = self._load()
+            _, busy = load.since(before)
+            have_played = self._num_ended > ended or any(
+                one.live for one in self._connections.values()
+            )
+            before, ended = load, self._num_ended
+            if have_played:
+                self._resize(scaling.decide(self.worker_count().count, busy), door)
+
+    def _resize(self, count: int, door: Door) -> None:
+        """Have so many workers. Those of the highest ranks leave, and those that are about to leave
+        stay, before another is started.
+        """
+        staying = [rank for rank, place in self._places.items() if not place.is_leaving]
+        if count == len(staying):
+            return
+        if self._places:
+            logger.info("%d rollout workers from now on, instead of %d", count, len(staying))
+        for rank in sorted(staying)[count:]:
+            self._places[rank].is_leaving = True
+            self._end_if_left(rank, self._places[rank])
+        for _ in range(count - len(staying)):
+            self._add(door)
+
+    def _add(self, door: Door) -> None:
+        """Have one worker more."""
+        for place in self._places.values():
+            if place.is_leaving and place.keeping and not place.keeping.cancelling():
+                place.is_leaving = False
+                self._changed.set()
+                return
+        rank = next(rank for rank in itertools.count() if rank not in self._places)
+        name = f"rollout worker {rank}"
+        place = _Place(Supervised(name, "an episode played", allowed=self._restarts))
+        self._places[rank] = place
+        place.keeping = self._flow.start(self._keep(rank, place, door), name=str(rank))
+
+    def _end_if_left(self, rank: int, place: _Place) -> None:
+        """End the worker of this place if it is leaving and plays nothing."""
+        connection = self._connections.get(rank)
+        if place.is_leaving and place.keeping and not (connection and connection.live):
+            place.keeping.cancel()
+
+    async def _keep(self, rank: int, place: _Place, door: Door) -> None:
+        """Keep a worker in this place running, until it leaves."""
+        try:
+            await self._restart(rank, place, door)
+        finally:
+            self._ended_restarts += place.supervised.restarts
+            del self._places[rank]
+
+    async def _restart(self, rank: int, place: _Place, door: Door) -> None:
+        """Start a worker, and another whenever it dies."""
+        start = partial(self._start, ROLE, self._make, rank)
+        supervised = place.supervised
+        while not place.is_leaving:
             try:
                 if self._has_played:
                     worker = await supervised.start_again(start, WorkerDiedError)
@@ -249,6 +361,7 @@ class RolloutWorkers:
         if (connection := self._connections.pop(rank, None)) is None:
             return []
         self._ended_cpu_seconds += connection.cpu_seconds
+        self._ended_busy_seconds += connection.busy_seconds
         lost = connection.lose(why)
         self._lost += len(lost)
         return lost
