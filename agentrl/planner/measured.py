@@ -5,7 +5,7 @@ amount of work. Their ratio holds for the same kind of device with another model
 of devices.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -106,8 +106,7 @@ def with_measured(config: RunConfig, measurements: Measured, inventory: Inventor
         update={
             "trainer_flops": was.trainer_flops
             * stages.train(measurements.work, devices).total
-            / measurements.train,
-            **_speeds_of_updates(measurements, stages, devices),
+            / measurements.train
         }
     )
     # Else rollouts overlap with training, and only the rest was measured.
@@ -120,6 +119,9 @@ def with_measured(config: RunConfig, measurements: Measured, inventory: Inventor
                 "engine_step_seconds": was.engine_step_seconds / factor,
             }
         )
+    # Last, since weights are copied within the memory that the engine reads.
+    stages = replace(stages, assume=assume)
+    assume = assume.model_copy(update=_speeds_of_updates(measurements, stages, devices))
     return config.model_copy(
         update={
             "placement": config.placement.model_copy(update={"assume": assume}),

@@ -341,16 +341,27 @@ class Stages:
         """Seconds to transfer new weights to all engines."""
         if not devices.of("engine") or not devices.of("trainer"):
             return 0.0
-        moved, rates = self.update(devices), self._rates(devices.inventory.kind)
-        busy = sum(max(move.largest / rates[move.way] for move in phase) for phase in moved.phases)
+        kind = devices.inventory.kind
+        moved, rates = self.update(devices), self._rates(kind)
+        # The cores of a CPU do one move after the other, whoever asks for it.
+        together = max if kind.is_gpu else sum
+        busy = sum(
+            together(move.largest / rates[move.way] for move in phase) for phase in moved.phases
+        )
         return max(busy, moved.waiting) / self.assume.updates
 
     def _rates(self, kind: DeviceKind) -> dict[Way, float]:
-        """Bytes/s of each way."""
+        """Bytes/s of each way. A CPU takes bytes from memory as it takes them from a file that it
+        has mapped: it sums, converts and copies them.
+        """
         return {
             "link": kind.link * self.assume.links,
             "network": kind.network * self.assume.links,
-            "memory": kind.bandwidth * self.assume.engine_bandwidth,
+            "memory": (
+                kind.bandwidth * self.assume.engine_bandwidth
+                if kind.is_gpu
+                else self.assume.file_reading
+            ),
             "writing": self.assume.file_writing,
             "reading": self.assume.file_reading,
         }

@@ -535,11 +535,12 @@ def test_ranks_wait_for_the_longest_episodes_of_a_step() -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A run that took 4 s to roll out, 9 to train, 0.02 to bring the weights over."""
     folder = tmp_path / "run"
     folder.mkdir()
-    chosen = config("frozen_lake", "rollout.groups_per_step=8", f"run_dir={folder}")
+    transport = f"weights.transport={getattr(request, 'param', 'auto')}"
+    chosen = config("frozen_lake", "rollout.groups_per_step=8", f"run_dir={folder}", transport)
     (folder / "config.yaml").write_text(chosen.to_yaml())
     row = {
         "seconds/rollout": 4.0,
@@ -557,6 +558,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("run", ["files", "handles", "stream"], indirect=True)
 def test_a_plan_from_a_run_says_what_the_run_has_measured(run: Path) -> None:
     laptop = Inventory.uniform(host(cores=2, memory=16 * GIB))
     found = read_measurements(run)

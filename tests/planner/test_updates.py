@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from agentrl.config import RunConfig, load_config
 from agentrl.engines.local import LocalEngine
+from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import GIB, gpu_named, host
@@ -21,6 +22,7 @@ from agentrl.planner.plan import Plan
 from agentrl.planner.report import as_json, print_plan
 from agentrl.planner.run_facts import model_of, sent_weights
 from agentrl.planner.search import make_plan
+from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.local import LocalTrainer
 from agentrl.weights.bundle import WeightBundle
 from agentrl.weights.config import WeightsConfig
@@ -31,6 +33,7 @@ from agentrl.weights.transports.live import LiveShipment
 H100 = gpu_named("H100")
 SMALL = ("rollout.groups_per_step=8", "rollout.group_size=4")
 LORA = "trainer.lora={rank: 3, targets: [q_proj, down_proj]}"
+TWO_RANKS = ("weights.transport=stream", "trainer=fsdp", "trainer.world_size=2")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 SHAPE: dict[str, Any] = {
@@ -105,6 +108,47 @@ def test_the_bytes_of_a_plan_are_those_of_an_update(
     assert plan.update.size == metric - beside
     assert (metric > 0) == (transport != "direct")
     assert plan.step.weights > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["files", "handles", "stream"])
+def test_the_bytes_of_a_plan_are_those_of_an_update_from_two_ranks_to_two_engines(
+    transport: str, tmp_path: Path
+) -> None:
+    AutoModelForCausalLM.from_config(CONFIGS["dense"]()).save_pretrained(tmp_path)
+    more = [f"model={tmp_path}", f"weights.transport={transport}", "weights.bucket_mib=1"]
+    more += ["trainer=fsdp", "trainer.world_size=2", "cluster.engines=2", "weights.deadline=120"]
+    config = load_config(EXAMPLES / "frozen_lake.yaml", [*SMALL, *more]).config
+    plan = planned(config, Inventory.uniform(host(cores=2, memory=16 * GIB)))
+
+    async def update() -> tuple[float, int]:
+        engines = [LocalEngine(LocalEngine.Config(max_context=64), tmp_path) for _ in range(2)]
+        settings: Any = config.trainer.settings
+        async with (
+            FsdpTrainer(settings, tmp_path, total_steps=1) as trainer,
+            Router(engines) as router,
+            WeightPublisher(router, config=sent_weights(config).config) as publisher,
+        ):
+            made = await publisher.publish(trainer, 1)
+            assert [engine.policy_version for engine in engines] == [1, 1]
+            return made.metrics()["weights/bytes"], extra_bytes(made)
+
+    metric, beside = asyncio.run(update())
+    assert plan.transport == transport
+    assert plan.update.size == metric - beside
+    # Each rank gathers the other half, and both engines read everything.
+    found = moves(plan.update)
+    assert found["gather"].total == plan.update.size // 2
+    read = {"files": "load", "handles": "copy", "stream": "send"}[transport]
+    copies = 2 if transport == "handles" else 1  # what is copied is read and written
+    assert found[read].total == copies * 2 * plan.update.size
+
+
+def test_on_a_cpu_nothing_that_is_moved_overlaps() -> None:
+    found = of("frozen_lake", Inventory.uniform(host(cores=2, memory=16 * GIB)), *TWO_RANKS)
+    gather, send = found.update.phases[0]
+    link = 0.7 * host(cores=2, memory=16 * GIB).link
+    assert found.step.weights == pytest.approx((gather.largest + send.largest) / link)
 
 
 def moves(moved: BytesMoved) -> Mapping[str, Move]:
