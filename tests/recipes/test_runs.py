@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.algorithms.grpo import Grpo
 from agentrl.assembly import assemble_training
@@ -24,6 +26,7 @@ from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.ledger.ledger import Ledger
 from agentrl.models.tiny import create_tiny_model
+from agentrl.weights.store import default_parent
 from tests.commands import Command
 from tests.ledger.ledger_queries import trained_tasks
 from tests.model_families import make_model
@@ -312,6 +315,57 @@ def adjustment(process: int) -> int:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("transport", ["stream", "handles"])
+def test_a_run_killed_while_it_writes_the_files_of_a_live_version_goes_on(tmp_path, transport):
+    create_tiny_model(tmp_path / "tiny")
+    write_wide_model(tmp_path / "tiny", tmp_path / "model")
+    steps, kills = 4, 2
+    arguments = [
+        *SMALL,
+        "run_dir=run",
+        f"steps={steps}",
+        "evaluation.tasks=0",
+        "checkpoint.every=1",
+        "rollout.groups_per_step=2",
+        "rollout.group_size=2",
+        "trainer.lr=1e-4",
+        f"model={tmp_path / 'model'}",
+        "trainer=fsdp",
+        "trainer.world_size=2",
+        "cluster.engines=2",
+        f"weights.transport={transport}",
+        "weights.bucket_mib=1",
+    ]
+    others = stores()
+    for _ in range(kills):
+        command = start(*arguments, cwd=tmp_path)
+        limit = time.monotonic() + PATIENCE_SECONDS
+        # A version has a name that is hidden while its files are written.
+        while not [one for store in stores() - others for one in store.glob(".v*/bucket-*")]:
+            assert command.poll() is None, command.output
+            assert time.monotonic() < limit, command.output
+        kill(command)
+        arguments = ["--resume", "run"]
+    train("--resume", "run", cwd=tmp_path)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [row["step"] for row in map(json.loads, lines) if "reward" in row] == list(range(steps))
+    assert stores() - others == set()
+
+
+def stores() -> set[Path]:
+    """The folders of published weights in this machine's shared memory."""
+    return set(default_parent().glob("agentrl-weights-*"))
+
+
+def write_wide_model(tiny: Path, folder: Path) -> None:
+    """Write a model that takes a while to write, with the tokenizer of another one."""
+    shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = AutoConfig.from_pretrained(tiny)
+    config.hidden_size, config.intermediate_size = 768, 3072
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+@pytest.mark.long
 def test_a_run_that_is_killed_in_the_middle_of_trees_plays_them_again_and_loses_no_fate(tmp_path):
     kills = 10
     arguments = [
@@ -497,6 +551,11 @@ def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> Non
             break
         time.sleep(0.02)
     time.sleep(extra)
+    kill(command)
+
+
+def kill(command: Command) -> None:
+    """SIGKILL a run. All that it has started ends with it."""
     started = psutil.Process(command.pid).children(recursive=True) if command.poll() is None else []
     command.send_signal(signal.SIGKILL)
     command.wait(PATIENCE_SECONDS)
