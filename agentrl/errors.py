@@ -9,7 +9,8 @@
     │   ├── EnvError               reset, step or close raised, or broke the protocol
     │   │   ├── OutageError        the environment's server cannot be reached; episodes wait for it
     │   │   ├── SandboxError       a sandbox was lost, or did not start: nothing that was run in it
-    │   │   │                      is to blame
+    │   │   │                      is to blame; SandboxOutageError, also an OutageError, where
+    │   │   │                      what runs them cannot be reached
     │   │   ├── ImagesRefusedError it shows pictures, which the model cannot see
     │   │   ├── ReplayError        it did not reply to given answers as it had before
     │   │   ├── EnvProcessDiedError the process that an environment had of its own died
@@ -132,6 +133,10 @@ class SandboxError(EnvError):
     """What a sandbox stands on has failed. It says nothing about what was run there, and is never a
     result of it.
     """
+
+
+class SandboxOutageError(SandboxError, OutageError):
+    """What runs the sandboxes cannot be reached, such as a Docker engine that is restarted."""
 
 
 class ImagesRefusedError(EnvError):

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -27,11 +27,18 @@ needs_docker = pytest.mark.xdist_group("docker")
 @pytest.fixture(scope="session")
 def docker_host() -> Iterator[str]:
     """Where an engine listens that has the image `BASE`."""
-    dockerd = shutil.which("dockerd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if os.environ.get("DOCKER_HOST"):
         _import_base(os.environ["DOCKER_HOST"])
         yield os.environ["DOCKER_HOST"]
         return
+    with own_engine() as engine:
+        yield engine.host
+
+
+@contextmanager
+def own_engine() -> Iterator["OwnEngine"]:
+    """An engine of the test's own, which it may stop, with the image `BASE`."""
+    dockerd = shutil.which("dockerd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if dockerd is None or os.geteuid() != 0:
         missing = "no Docker engine: neither DOCKER_HOST nor a `dockerd` that this user may start"
         if os.environ.get("CI"):
@@ -42,7 +49,7 @@ def docker_host() -> Iterator[str]:
         engine.start()
         try:
             _import_base(engine.host)
-            yield engine.host
+            yield engine
         finally:
             engine.stop()
 
@@ -68,7 +75,7 @@ class OwnEngine:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
         until = time.monotonic() + PATIENCE_SECONDS
         while subprocess.run(
-            _docker(self.host, "version"), capture_output=True, check=False
+            docker(self.host, "version"), capture_output=True, check=False
         ).returncode:
             log_text = (self.folder / "log").read_text()
             assert self._process.poll() is None, log_text[-2000:]
@@ -95,12 +102,13 @@ class OwnEngine:
 
 def _import_base(host: str) -> None:
     if subprocess.run(
-        _docker(host, "image", "inspect", BASE), capture_output=True, check=False
+        docker(host, "image", "inspect", BASE), capture_output=True, check=False
     ).returncode:
         subprocess.run(
-            _docker(host, "import", "-", BASE), input=base_image(), check=True, capture_output=True
+            docker(host, "import", "-", BASE), input=base_image(), check=True, capture_output=True
         )
 
 
-def _docker(host: str, *words: str) -> list[str]:
+def docker(host: str, *words: str) -> list[str]:
+    """A command line of Docker's client."""
     return ["docker", "--host", host, *words]

@@ -57,8 +57,9 @@ class Deadlines(EnvDeadlines):
     two episodes. It stands still while the policy's engine can answer nothing.
     """
     outage: float = Field(600.0, ge=0)
-    """How long episodes wait for a server of environments that cannot be reached. Until then these
-    failures count in no retry budget, and the deadline of a group stands still."""
+    """How long episodes wait for a server of environments, or for the engine of their sandboxes,
+    that cannot be reached. Until then these failures count in no retry budget, and the deadline of
+    a group stands still."""
     stall: float = Field(1200.0, gt=0)
     """How long the run may make no progress at all before it is ended; must exceed every phase of
     an episode. By default 1200, and at least twice the longest phase. Time in which the engine can

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 import aiohttp
 from pydantic import Field
 
-from agentrl.errors import ConfigError, SandboxError
+from agentrl.errors import ConfigError, SandboxError, SandboxOutageError
 from agentrl.flow import Flow, run_to_completion
 from agentrl.protocols import (
     Command,
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_AWAY_STATUSES = (503, 900)
+"""503: the engine is not ready. 900 is aiodocker's, where it cannot connect."""
 _OWNER, _PART = "agentrl.owner", "agentrl.provider"
 _FOLDER = "/work"
 """The working folder where an image has none."""
@@ -612,14 +614,25 @@ class _Running:
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Turn what can go wrong between here and the engine into a `SandboxError`."""
+    """Turn what can go wrong between here and the engine into a `SandboxError`, and into a
+    `SandboxOutageError` where the engine has gone away.
+    """
     from aiodocker.exceptions import DockerError
 
     try:
         yield
     # Its client asserts that there is a connection, where an engine has gone away.
     except (DockerError, aiohttp.ClientError, OSError, AssertionError) as error:
-        raise SandboxError(f"could not {what}: {type(error).__name__}: {error}") from error
+        kind = SandboxOutageError if _is_away(error) else SandboxError
+        raise kind(f"could not {what}: {type(error).__name__}: {error}") from error
+
+
+def _is_away(error: Exception) -> bool:
+    """True if nobody listens, or who listened has ended. A missed deadline says neither."""
+    if isinstance(error, TimeoutError):
+        return False
+    connection = (aiohttp.ClientConnectionError, OSError, AssertionError)
+    return isinstance(error, connection) or getattr(error, "status", 0) in _AWAY_STATUSES
 
 
 def _connect(settings: DockerSandboxes.Config) -> "Docker":

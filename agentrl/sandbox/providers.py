@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, SandboxOutageError
 from agentrl.plugins import load, settings_of
 from agentrl.protocols import SandboxProvider
 from agentrl.sandbox.sandbox_pool import SandboxPool
@@ -22,6 +22,7 @@ _Choice = tuple[str, Settings]
 class _Entry:
     pool: SandboxPool | None = None
     users: int = 0
+    has_opened: bool = False
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -63,12 +64,20 @@ async def borrow_provider(choice: Mapping[str, Any]) -> SandboxProvider:
 
     Raises:
         ConfigError: as `open_provider`.
+        SandboxOutageError: it has been open before, and cannot be opened again now.
     """
     entries = _entries.setdefault(asyncio.get_running_loop(), {})
     entry = entries.setdefault(read_choice(choice), _Entry())
     async with entry.opening:
         if entry.pool is None:
-            entry.pool = SandboxPool(await open_provider(choice))
+            try:
+                entry.pool = SandboxPool(await open_provider(choice))
+            except ConfigError as error:
+                if not entry.has_opened:
+                    raise
+                # Its settings are right, then, and what it needs is away for a while.
+                raise SandboxOutageError(str(error)) from error
+            entry.has_opened = True
         entry.users += 1
         return entry.pool
 

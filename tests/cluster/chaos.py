@@ -43,6 +43,8 @@ COMPONENTS = {
 """What the processes of a component are called by Ray."""
 HELPERS = {"critic rank": "critic_1", "reference rank": "reference_1"}
 """The same, where an algorithm asks for them."""
+PLAYERS = {"rollout worker": "rollout_1"}
+"""The same, with `rollout.workers`, which have environments of their own."""
 _HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
@@ -276,7 +278,7 @@ class Running:
         steps.
         """
         self.seen += self.processes()
-        victims = [self.named((COMPONENTS | HELPERS)[cell.component]) for cell in cells]
+        victims = [self.named((COMPONENTS | HELPERS | PLAYERS)[cell.component]) for cell in cells]
         with self.in_phase(cells[0].phase):
             for victim, cell in zip(victims, cells, strict=True):
                 victim.send_signal(cell.signal)

@@ -120,6 +120,18 @@ def test_a_run_survives_the_death_and_the_hanging_of_who_sends_and_who_reads_liv
 
 
 @pytest.mark.chaos
+def test_a_run_survives_the_death_and_the_hanging_of_a_rollout_worker_in_every_phase(
+    tmp_path: Path, table: Table
+) -> None:
+    with Running(tmp_path / "run", ("cluster.env_workers=0", "rollout.workers=2")) as run:
+        begin(run)
+        cells = [[Cell("rollout worker", phase, kind)] for phase in PHASES for kind in (KILL, STOP)]
+        play(cells, run, table)
+        run.end()
+        finish(run)
+
+
+@pytest.mark.chaos
 def test_a_run_survives_the_death_and_the_hanging_of_who_helps_the_trainer(
     tmp_path: Path, table: Table
 ) -> None:

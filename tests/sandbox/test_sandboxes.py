@@ -10,11 +10,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
+from aiodocker.exceptions import DockerError
 
 from agentrl import plugins
-from agentrl.errors import ConfigError, SandboxError
+from agentrl.errors import ConfigError, SandboxError, SandboxOutageError
 from agentrl.flow import Flow, now
 from agentrl.protocols import (
     Command,
@@ -30,11 +32,12 @@ from agentrl.protocols import (
 )
 from agentrl.sandbox.archive import archive_of, checked_archive, files_of
 from agentrl.sandbox.cut_output import CutOutput, KeptOutput
-from agentrl.sandbox.docker import DockerSandbox, DockerSandboxes
+from agentrl.sandbox.docker import DockerSandbox, DockerSandboxes, translated
 from agentrl.sandbox.jails import JailSandboxes
 from agentrl.sandbox.providers import borrow_provider, give_back_provider, open_provider
 from agentrl.sandbox.sandbox_pool import SandboxPool
 from agentrl.testing import FakeSandboxes
+from agentrl.trajectory import Failed
 from tests.docker_engine import BASE
 from tests.processes import still_alive, title
 
@@ -439,6 +442,56 @@ def test_environments_that_choose_the_same_share_a_provider() -> None:
             await sandbox.run(Command(["true"]))
 
     asyncio.run(main())
+
+
+class Restarted(FakeSandboxes):
+    """A provider whose engine can be reached the first time, and the third."""
+
+    opened = 0
+
+    @classmethod
+    async def open(cls, settings: FakeSandboxes.Config) -> "Restarted":
+        cls.opened += 1
+        if cls.opened == 2:
+            raise ConfigError("could not reach the engine")
+        return cls(settings)
+
+
+def test_a_provider_that_was_open_before_is_away_and_not_wrong() -> None:
+    async def main() -> None:
+        choice = {"name": f"{__name__}:Restarted"}
+        await give_back_provider(await borrow_provider(choice))
+        with pytest.raises(SandboxOutageError, match="could not reach the engine"):
+            await borrow_provider(choice)
+        again = await borrow_provider(choice)
+        await (await again.start(SPEC)).close()
+        await give_back_provider(again)
+
+    Restarted.opened = 0
+    asyncio.run(main())
+    Restarted.opened = 1
+    with pytest.raises(ConfigError, match="could not reach the engine"):
+        asyncio.run(borrow_provider({"name": f"{__name__}:Restarted"}))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ConnectionRefusedError("nobody listens"), SandboxOutageError),
+        (aiohttp.ServerDisconnectedError(), SandboxOutageError),
+        (DockerError(900, "Cannot connect to Docker Engine"), SandboxOutageError),
+        (DockerError(500, "no space left on device"), SandboxError),
+        (DockerError(404, "no such container"), SandboxError),
+        (TimeoutError(), SandboxError),
+    ],
+)
+def test_an_engine_that_cannot_be_reached_is_waited_for_and_one_that_refuses_is_not(
+    error: Exception, kind: type[SandboxError]
+) -> None:
+    with pytest.raises(SandboxError, match="could not start") as raised, translated("start"):
+        raise error
+    assert type(raised.value) is kind
+    assert Failed.by(raised.value).outage == (kind is SandboxOutageError)
 
 
 def test_a_jail_refuses_what_it_does_not_have() -> None:
