@@ -8,12 +8,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-import yaml
-
 from agentrl import plugins
 from agentrl.cluster.fork_server import forking_context
 from agentrl.cluster.workers import Cluster
-from agentrl.config.loading import validate_config
+from agentrl.config.from_file import parse_config
 from agentrl.config.run_config import RunConfig
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
@@ -268,7 +266,7 @@ async def worker_parts(
     Raises:
         ConfigError: see `episode_player`.
     """
-    config = validate_config(yaml.safe_load(settings)).config
+    config = parse_config(settings)
     # It imports what knows the families of models, which takes seconds the first time.
     renderer = await asyncio.to_thread(renderer_of, model, config.model)
     frozen = {route: engine(name) for route, name in frozen_names(config)}

@@ -8,7 +8,7 @@ of a run, and `learning_rates.py` reads what they say of learning rates.
 """
 
 from agentrl.config.components import component_like
-from agentrl.config.from_file import load_config
+from agentrl.config.from_file import load_config, parse_config
 from agentrl.config.history import ConfigHistory, SettingChange, refuse_another_run
 from agentrl.config.learning_rates import jumps_of_schedules, notes_of_schedules, notes_of_warm_up
 from agentrl.config.loading import LoadedConfig, check_installed, check_options, validate_config
@@ -43,6 +43,7 @@ __all__ = [
     "load_config",
     "notes_of_schedules",
     "notes_of_warm_up",
+    "parse_config",
     "refuse_another_run",
     "unused_by",
     "validate_config",

@@ -15,7 +15,7 @@ from typing import Any
 
 from agentrl.config.loading import LoadedConfig, validate_config
 from agentrl.config.run_config import RunConfig
-from agentrl.config.source import Source, read_settings
+from agentrl.config.source import Source, read_settings, read_text
 from agentrl.errors import ConfigError
 
 ORIGINS = "origins.json"
@@ -47,6 +47,16 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
     for key, value in kept.items():
         fresh.set(key.split("."), value, "default")
     return validate_config(fresh.values, fresh.origins)
+
+
+def parse_config(text: str) -> RunConfig:
+    """The config that `RunConfig.to_yaml` has written, as another process needs it.
+
+    Raises:
+        ConfigError: it is wrong here, for example because a plug-in is not installed.
+    """
+    source = read_text(text)
+    return validate_config(source.values, source.origins).config
 
 
 def saved_origins(path: Path) -> dict[str, str]:

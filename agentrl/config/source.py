@@ -174,6 +174,19 @@ def read_settings(
     return source
 
 
+def read_text(text: str) -> Source:
+    """Read a whole config, as `RunConfig.to_yaml` writes it.
+
+    Raises:
+        ConfigError: it is no mapping in YAML.
+    """
+    source, root = Source(), read_yaml(text, "config")
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError("a config must be a mapping of settings, such as `steps: 100`")
+    _read_node(root, (), Path("config"), source)
+    return source
+
+
 def _look_beside(path: Path, source: Source) -> None:
     """Find what belongs to a program (`agent:...`) beside the config file too, after all other
     places.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentrl.config import RENAMED, check_options, load_config
+from agentrl.config import RENAMED, check_options, load_config, parse_config
 from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import load
 from agentrl.protocols import Curriculum
@@ -134,6 +134,31 @@ def test_the_resolved_config_reads_back_to_itself(path, tmp_path):
     assert load_config(again).config == config
     env = yaml.safe_load(config.to_yaml())["env"]
     assert (env["name"], env["options"], env["isolation"]) == ("frozen_lake", {"size": 4}, None)
+
+
+SECTIONS = {
+    "one part": "env: frozen_lake\nreward: environment",
+    "several parts": "env: frozen_lake\nreward: [environment, {name: length, free: 1, limit: 9}]",
+    "a mixture": (
+        "env: [{name: frozen_lake, weight: 2, reward: [environment, exact]}, {name: text_maze}]\n"
+        "trackers: []"
+    ),
+    "suites": (
+        "env: frozen_lake\nevaluation:\n  suites: [{name: hard, env: {name: frozen_lake, options: {size: 5}}}]\n"
+        "trackers: [tensorboard]\nrollout: {workers: {min: 1, max: 2}}"
+    ),
+    "a template": (
+        "env: qa\ntasks: {name: dataset, data: rows.jsonl, prompt: '{question}'}\nreward: exact"
+    ),
+}
+
+
+@pytest.mark.parametrize("sections", SECTIONS.values(), ids=SECTIONS)
+def test_a_config_is_read_in_another_process_as_it_was_written(sections, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(sections)
+    config = load_config(path).config
+    assert parse_config(config.to_yaml()) == config
 
 
 def test_a_value_of_a_wrong_type_says_what_was_given(path):

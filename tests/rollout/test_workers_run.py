@@ -14,7 +14,7 @@ from agentrl.runs.train import train
 # round the last bits otherwise.
 SETTINGS = """
 steps: 2
-reward: tests.rollout.worker_parts:letters
+reward: [tests.rollout.worker_parts:letters, {name: environment, weight: 0.5}]
 rollout:
   {groups_per_step: 2, group_size: 4, budget: {turns: 4}, sampling: {max_tokens: 6}}
 engine: {max_batch: 1, prefix_cache: false}
@@ -26,6 +26,7 @@ trackers: []
 RUNS = {
     "one agent": "env: frozen_lake",
     "a frozen agent": "env: {name: kuhn_poker, agents: {south: {name: frozen, refresh: 2}}}",
+    "a mixture": "env: [{name: frozen_lake}, {name: guess_number, weight: 2}]",
     "self-play": "env: kuhn_poker\nrecipe: {name: self_play, latest: 0.3, every: 1}",
 }
 
