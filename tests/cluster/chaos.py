@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from agentrl.ledger.ledger import read_ledger
+from agentrl.observe.live_status import read_live_state
 from agentrl.trajectory import Trajectory
 from tests.commands import ROOT, Command
 from tests.processes import PATIENCE_SECONDS, is_alive, still_alive, title
@@ -273,10 +274,23 @@ class Running:
         self.wait_for(f"process of {name}", lambda: bool(found()), self.patience)
         return found()[0]
 
+    def all_are_alive(self, *, since: float) -> bool:
+        """True if a report of the run that is newer than this Unix time has every worker alive: one
+        that is still starting may take minutes, and is no victim.
+        """
+        state = read_live_state(self.folder)
+        return (
+            state is not None
+            and state.at > since
+            and all(workers.alive == workers.count for workers in state.workers)
+        )
+
     def hit(self, *cells: Cell) -> float:
         """Send signals to components in one phase; the seconds until the run has trained two more
         steps.
         """
+        hit_at = time.time()
+        self.wait_for("all workers", lambda: self.all_are_alive(since=hit_at), self.patience)
         self.seen += self.processes()
         victims = [self.named((COMPONENTS | HELPERS | PLAYERS)[cell.component]) for cell in cells]
         with self.in_phase(cells[0].phase):

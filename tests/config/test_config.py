@@ -144,7 +144,8 @@ SECTIONS = {
         "trackers: []"
     ),
     "suites": (
-        "env: frozen_lake\nevaluation:\n  suites: [{name: hard, env: {name: frozen_lake, options: {size: 5}}}]\n"
+        "env: frozen_lake\nevaluation:\n"
+        "  suites: [{name: hard, env: {name: frozen_lake, options: {size: 5}}}]\n"
         "trackers: [tensorboard]\nrollout: {workers: {min: 1, max: 2}}"
     ),
     "a template": (
