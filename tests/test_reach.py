@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.reach import ROOT, Tree, dependencies, reached, tree_of, verdict
+from tests.reach import ROOT, Tree, dependencies, in_order, reached, tree_of, verdict
 
 FILES: Mapping[str, str] = {
     "agentrl/__init__.py": '_NAMES = {"Task": "agentrl.tasks"}\ndef __getattr__(name): ...',
@@ -77,6 +77,20 @@ def test_the_nearest_come_first() -> None:
     distances = reached(TREE, ["agentrl/remote/client.py", "agentrl/flow.py"])
     assert distances == {"tests/test_flow.py": 1, "tests/test_run.py": 2, "tests/test_script.py": 2}
     assert next(iter(distances)) == "tests/test_flow.py"
+
+
+def test_near_files_run_first_and_none_after_one_that_hides_the_fixtures_of_folders() -> None:
+    near = {
+        "tests/test_a.py": 0,
+        "tests/b/test_b.py": 2,
+        "tests/c/test_c.py": 1,
+        "tests/test_d.py": 1,
+    }
+    expected = ["tests/c/test_c.py", "tests/b/test_b.py", "tests/test_a.py", "tests/test_d.py"]
+    assert in_order([*near], near, "one commit") == expected
+    equal = dict.fromkeys((f"tests/e/test_{number}.py" for number in range(20)), 0)
+    orders = {tuple(in_order([*equal], equal, commit)) for commit in ("one", "two", "two")}
+    assert len(orders) == 2
 
 
 def test_this_repository_is_understood() -> None:
