@@ -85,6 +85,15 @@ async def plain(clock: Clock) -> None:
     await clock.time("exec", run())
 
 
+async def settled_memory() -> int:
+    """Bytes of free memory, once it has stopped changing: what ends lets go of it later."""
+    before, now = 0, psutil.virtual_memory().available
+    while abs(now - before) > 4 * MIB:
+        await asyncio.sleep(1)
+        before, now = now, psutil.virtual_memory().available
+    return now
+
+
 async def many_live(provider: SandboxProvider, count: int) -> tuple[float, float]:
     """MiB for each of so many live sandboxes, and how many are started in a second."""
     slots, live = asyncio.Semaphore(AT_A_TIME), list[Sandbox]()
@@ -93,12 +102,12 @@ async def many_live(provider: SandboxProvider, count: int) -> tuple[float, float
         async with slots:
             live.append(await started(provider, SandboxSpec()))
 
-    before, begun = psutil.virtual_memory().available, time.perf_counter()
+    before, begun = await settled_memory(), time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for _ in range(count):
             group.create_task(start())
     seconds = time.perf_counter() - begun
-    taken = before - psutil.virtual_memory().available
+    taken = before - await settled_memory()
     async with asyncio.TaskGroup() as group:
         for sandbox in live:
             group.create_task(sandbox.close())
@@ -119,6 +128,8 @@ async def measure(choices: list[dict[str, str]], rounds: int, many: int) -> Tabl
         table.add_row(kind, *(f"{statistics.median(clock.taken[kind]):.0f}" for clock in clocks))
     process = statistics.median(unit.taken["exec"])
     table.add_row("a plain process", *[f"{process:.1f}"] * len(choices))
+    for provider in providers:  # the first ones also start what all share
+        await many_live(provider, AT_A_TIME)
     crowds = [await many_live(provider, many) for provider in providers]
     table.add_row("MiB", *(f"{memory:.1f}" for memory, _ in crowds))
     table.add_row("starts/s", *(f"{rate:.1f}" for _, rate in crowds))
