@@ -388,7 +388,14 @@ def run(files: Sequence[str], seconds: float) -> int:
         text=True,
         start_new_session=True,
     )
-    ended = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGINT))
+    is_over = threading.Event()
+
+    def end() -> None:
+        # What fails from here on has lost its processes to this signal.
+        is_over.set()
+        os.killpg(process.pid, signal.SIGINT)
+
+    ended = threading.Timer(seconds, end)
     killed = threading.Timer(seconds + 30, os.killpg, (process.pid, signal.SIGKILL))
     for timer in (ended, killed):
         timer.start()
@@ -396,15 +403,18 @@ def run(files: Sequence[str], seconds: float) -> int:
     lines = []
     for line in process.stdout:
         print(line, end="", flush=True)
-        lines.append(line)
+        if not is_over.is_set():
+            lines.append(line)
     code = process.wait()
     for timer in (ended, killed):
         timer.cancel()
-    return verdict(lines, code)
+    return verdict(lines, -signal.SIGINT if is_over.is_set() else code)
 
 
 def verdict(lines: Sequence[str], code: int) -> int:
-    """1 if a test failed, or pytest did; 0 if all passed, or those that there was time for."""
+    """1 if a test failed, or pytest did; 0 if all passed, or those that there was time for. `lines`
+    are what was printed in time.
+    """
     if any(re.search(r"^(FAILED|ERROR) |\] (FAILED|ERROR) ", line) for line in lines):
         return 1
     if code in (2, -signal.SIGINT, -signal.SIGKILL):
