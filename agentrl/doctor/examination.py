@@ -35,7 +35,7 @@ async def examine(
     loaded: LoadedConfig, *, quick: bool = False, facts: MachineFacts | None = None
 ) -> AsyncGenerator[Diagnosis, None]:
     """All diagnoses, in the order of what has to be right first. `facts`: by default asked here.
-    Who does not take all closes the generator (`contextlib.aclosing`), which ends what was started.
+    A caller that stops early closes the generator (`contextlib.aclosing`), so that its trial ends.
 
     `quick`: without what starts engines, trainers or environments.
     """

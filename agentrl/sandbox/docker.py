@@ -628,7 +628,9 @@ def translated(what: str) -> Iterator[None]:
 
 
 def _is_away(error: Exception) -> bool:
-    """True if nobody listens, or who listened has ended. A missed deadline says neither."""
+    """True if the engine does not listen, or ended the connection. A missed deadline does not
+    tell.
+    """
     if isinstance(error, TimeoutError):
         return False
     connection = (aiohttp.ClientConnectionError, OSError, AssertionError)

@@ -343,7 +343,7 @@ class Stages:
             return 0.0
         kind = devices.inventory.kind
         moved, rates = self.update(devices), self._rates(kind)
-        # The cores of a CPU do one move after the other, whoever asks for it.
+        # On a CPU, all processes share the same cores, so their moves do not overlap.
         together = max if kind.is_gpu else sum
         busy = sum(
             together(move.largest / rates[move.way] for move in phase) for phase in moved.phases
