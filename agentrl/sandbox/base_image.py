@@ -167,7 +167,11 @@ def _base_variables() -> dict[str, str]:
 
 def _libraries(paths: list[str]) -> dict[str, Path]:
     """The shared libraries that files load, by the paths at which the loader looks for them."""
-    listed = subprocess.run(["ldd", *paths], capture_output=True, text=True, check=False).stdout
+    # vLLM preloads libraries into what this process starts; no file of the image needs those.
+    plain = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    listed = subprocess.run(
+        ["ldd", *paths], capture_output=True, text=True, check=False, env=plain
+    ).stdout
     named = re.findall(r"(?:=>\s*)?(/\S+)\s+\(0x", listed)
     return {name: Path(name).resolve() for name in named}
 
