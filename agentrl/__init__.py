@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from agentrl.errors import AgentRLError as AgentRLError
     from agentrl.errors import ConfigError as ConfigError
     from agentrl.errors import EnvError as EnvError
+    from agentrl.gateway.coding_agents import CodingAgent as CodingAgent
     from agentrl.hosting.wrappers import Wrapper as Wrapper
     from agentrl.protocols import Algorithm as Algorithm
     from agentrl.protocols import AlgorithmOffers as AlgorithmOffers
@@ -41,8 +42,10 @@ if TYPE_CHECKING:
     from agentrl.protocols import Curriculum as Curriculum
     from agentrl.protocols import Engine as Engine
     from agentrl.protocols import EngineOffers as EngineOffers
+    from agentrl.protocols import EngineStats as EngineStats
     from agentrl.protocols import Enumerable as Enumerable
     from agentrl.protocols import Env as Env
+    from agentrl.protocols import GenerateRequest as GenerateRequest
     from agentrl.protocols import GroupReward as GroupReward
     from agentrl.protocols import LossOutput as LossOutput
     from agentrl.protocols import LossTokens as LossTokens
@@ -60,11 +63,13 @@ if TYPE_CHECKING:
     from agentrl.protocols import Tracker as Tracker
     from agentrl.protocols import Trainer as Trainer
     from agentrl.recipes.lineage import verified_lineage as verified_lineage
+    from agentrl.rollout.staleness import StalenessRule as StalenessRule
     from agentrl.runs.train import train as train
     from agentrl.sandbox.pool import ProgramSandbox as ProgramSandbox
     from agentrl.sandbox.providers import open_provider as open_provider
     from agentrl.sandbox.settings import SandboxConfig as SandboxConfig
     from agentrl.settings.base import Settings as Settings
+    from agentrl.trajectory import Completion as Completion
     from agentrl.trajectory import Failed as Failed
     from agentrl.trajectory import Group as Group
     from agentrl.trajectory import Message as Message
@@ -90,20 +95,23 @@ _HOMES = {
     "agentrl.encoded_image": "EncodedImage",
     "agentrl.envs.base": "TextEnv ToolEnv ToolResult plays read_options",
     "agentrl.errors": "AgentRLError ConfigError EnvError",
+    "agentrl.gateway.coding_agents": "CodingAgent",
     "agentrl.hosting.wrappers": "Wrapper",
     "agentrl.protocols": (
-        "Algorithm AlgorithmOffers Command Curriculum Engine EngineOffers Enumerable Env"
-        " GroupReward LossOutput LossTokens Observation Reward RewardOffers Rule Sandbox"
-        " SandboxProvider SandboxSpec Stateful StepReply StepResult TaskSource Tracker Trainer"
+        "Algorithm AlgorithmOffers Command Curriculum Engine EngineOffers EngineStats Enumerable"
+        " Env GenerateRequest GroupReward LossOutput LossTokens Observation Reward RewardOffers"
+        " Rule Sandbox SandboxProvider SandboxSpec Stateful StepReply StepResult TaskSource Tracker"
+        " Trainer"
     ),
     "agentrl.recipes.lineage": "verified_lineage",
+    "agentrl.rollout.staleness": "StalenessRule",
     "agentrl.runs.train": "train",
     "agentrl.sandbox.pool": "ProgramSandbox",
     "agentrl.sandbox.providers": "open_provider",
     "agentrl.sandbox.settings": "SandboxConfig",
     "agentrl.settings.base": "Settings",
     "agentrl.trajectory": (
-        "Failed Group Message Score Task Terminated ToolCall Trajectory Truncated Turn"
+        "Completion Failed Group Message Score Task Terminated ToolCall Trajectory Truncated Turn"
     ),
     "agentrl.viewer.notebook": "metrics_of plot",
 }
