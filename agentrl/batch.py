@@ -381,11 +381,8 @@ class TrainBatch:
 
     def split(self, counts: Sequence[int]) -> list["TrainBatch"]:
         """Split into parts of `counts` consecutive samples, which are views of the same memory."""
-        lasts = np.cumsum(counts)
-        ends_S, ends_N = (
-            np.cumsum(self.lengths_M)[lasts - 1],
-            np.cumsum(self.loss_tokens_M)[lasts - 1],
-        )
+        lasts = np.cumsum(counts, dtype=np.int64)
+        ends_S, ends_N = _ends(self.lengths_M)[lasts], _ends(self.loss_tokens_M)[lasts]
         return [
             self._take({"S": [slice(*of_S)], "M": [slice(first, last)], "N": [slice(*of_N)]})
             for (first, last), of_S, of_N in zip(
@@ -705,11 +702,14 @@ def _at_loss_tokens(values_T: Any, loss_mask_T: MaskArray) -> Any:
 
 def _take(values: npt.NDArray[N], pieces: Sequence[slice]) -> npt.NDArray[N]:
     """The values of several slices, one after another: a view if there is one."""
-    return (
-        values[pieces[0]]
-        if len(pieces) == 1
-        else np.concatenate([values[piece] for piece in pieces])
-    )
+    if len(pieces) <= 1:
+        return values[pieces[0]] if pieces else values[:0]
+    return np.concatenate([values[piece] for piece in pieces])
+
+
+def _ends(lengths_M: IntArray) -> npt.NDArray[np.int64]:
+    """Where the first k samples end, for each k from 0 on."""
+    return np.concatenate([[0], np.cumsum(lengths_M, dtype=np.int64)])
 
 
 def _pieces(lengths_M: IntArray, samples: Sequence[int]) -> list[slice]:

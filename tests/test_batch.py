@@ -322,11 +322,14 @@ def test_samples_are_put_in_order_and_split_whole(
         ordered = given_batch.ordered(order)
         assert samples_of(ordered) == [listed[number] for number in order]
         borders = data.draw(st.lists(st.integers(1, len(listed)), unique=True).map(sorted))
-        counts = [int(n) for n in np.diff([0, *borders, len(listed)]) if n]
+        # where the last border is the end, the last part is empty, and so is the first, if drawn
+        counts = [int(n) for n in np.diff([0, *borders, len(listed)])]
+        counts = [0] * data.draw(st.integers(0, 1)) + counts
         parts = ordered.split(counts)
         assert [part.num_samples for part in parts] == counts
         assert [sample for part in parts for sample in samples_of(part)] == samples_of(ordered)
         assert not any(part.tokens_S.base is None for part in parts), "a part is a copy"
+        assert batch.ordered([]).num_samples == 0
         for part in parts:
             gap_N = part.rollout_logprobs_N - part.reference_logprobs_N
             np.testing.assert_allclose(gap_N, float(given_batch is asked), atol=1e-5)

@@ -50,6 +50,12 @@ def test_micro_batches_are_whole_samples_within_the_budget(
     )
 
 
+def test_a_batch_without_loss_tokens_has_no_micro_batches() -> None:
+    (sample,) = random_samples(50, seed=0, count=1)
+    silent = replace(sample, loss_mask=mask([False] * len(sample.loss_mask)))
+    assert micro_batches(collate([silent, silent]), 100) == []
+
+
 def test_groups_are_divided_where_ranks_would_wait_for_the_largest() -> None:
     """Three groups of eight, one twice as long, on four ranks: a group for a rank is 1.6 times."""
     rng, samples = np.random.default_rng(0), []
