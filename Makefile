@@ -69,10 +69,9 @@ FLOOR ?= 89
 coverage: install
 	$(PYTEST) --cov --cov-report=term --cov-fail-under=$(FLOOR)
 
-# All at once, so that the modules are imported once and no core waits while one test takes its time. Properties are
-# tried on more examples than in `make fast`.
+# All at once, so that the modules are imported once and no core waits while one test takes its time.
 test: install
-	$(PYTEST) $(MARKED) --hypothesis-profile=full -m "not long and not chaos and not gpu"
+	$(PYTEST) $(MARKED) -m "not long and not chaos and not gpu"
 
 # A pretrained model learns, on two cores: three seeds, and a table of success before and after. Not in CI.
 SEEDS ?= 1 2 3
@@ -114,9 +113,10 @@ GPU_PYTHON = $(if $(filter file default undefined,$(origin PYTHON)),$(firstword 
 gpu:
 	$(GPU_PYTHON) benchmarks/gpu.py $(BATTERY)
 
-# With the reasons of skipped tests: what docs/model-families.md says of vLLM is untried until it is written there.
+# Also properties, on more examples than in `make test`. With the reasons of skipped tests: what docs/model-families.md says of
+# vLLM is untried until it is written there.
 long: install
-	$(PYTEST) $(MARKED) -rs -m long
+	$(PYTEST) $(MARKED) -rs --hypothesis-profile=full -m "long or hypothesis"
 
 # The part of it that the changes since a commit can reach by imports, the nearest first, until the time is up: no failure.
 BASE         ?= all

@@ -718,7 +718,7 @@ def _pieces(lengths_M: IntArray, samples: Sequence[int]) -> list[slice]:
     return [slice(ends_M[m] - int(lengths_M[m]), ends_M[m]) for m in samples]
 
 
-def _borders(ends: IntArray) -> Iterator[tuple[int, int]]:
+def _borders(ends: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """(begin, end) of each of several consecutive parts, from their ends."""
     return pairwise([0, *ends.tolist()])
 

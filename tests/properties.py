@@ -1,5 +1,5 @@
-"""How many examples a property is tried on: 25 in the fast suite, in the profile "full" as many as
-it asks for.
+"""How many examples a property is tried on: 25 in `make test`, in the profile "full" of `make long`
+as many as it asks for.
 """
 
 from hypothesis import settings
@@ -9,7 +9,7 @@ FAST, FULL = 25, 100
 
 
 def examples(number: int) -> settings:
-    """So many in the profile "full"; in the fast suite no more than for any other."""
+    """So many in the profile "full"; in `make test` no more than for any other."""
     return settings(
         max_examples=number if settings.default.max_examples == FULL else min(number, FAST)
     )

@@ -2,15 +2,16 @@
 of tests.
 
     python -m tests.reach BASE                      # their names, the nearest first
-    python -m tests.reach BASE --run --seconds 300  # their `long` tests, in time (`make reach`)
+    python -m tests.reach BASE --run --seconds 300  # their long tests, in time (`make reach`)
 
 BASE is a commit; without one, or with `all`, everything is reached. A file depends on the modules
 that it imports, also inside functions; on modules, plug-ins and files that its text names; and on
 data beside it. What is too much does no harm, and where nothing is known of a changed file
 (pyproject.toml, a deleted module), everything is reached.
 
-The end of the time is no failure: what has not run is listed. Of tests that are equally near, each
-commit begins with others.
+Long tests are those marked `long`, and properties, which are tried on more examples than in `make
+test`. The end of the time is no failure: what has not run is listed. Of tests that are equally
+near, each commit begins with others.
 """
 
 import argparse
@@ -42,6 +43,8 @@ UNTESTED = (
     "LICENSE",
 )
 """What no test can depend on."""
+LONG = re.compile(r"mark\.long|^from hypothesis import ", re.MULTILINE)
+"""What stands in a file of tests that has long ones."""
 LEAST_SECONDS = 60.0
 """Less than that is no time for a long test."""
 DOTTED = re.compile(r"\b[a-z_]\w*(?:\.\w+)+")
@@ -372,8 +375,9 @@ def run(files: Sequence[str], seconds: float) -> int:
         "--dist",
         "loadgroup",
         "--maxfail=1",
+        "--hypothesis-profile=full",
         "-m",
-        "long",
+        "long or hypothesis",
     ]
     options = (
         "-v -rs --import-mode=importlib -p no:schemathesis --strict-markers --strict-config "
@@ -429,7 +433,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("base", nargs="?", default="all")
-    parser.add_argument("--run", action="store_true", help="run their tests marked long")
+    parser.add_argument("--run", action="store_true", help="run their long tests")
     parser.add_argument("--seconds", type=float, default=600, help="when to end")
     asked = parser.parse_args(arguments)
     changed = None if asked.base == "all" else changed_since(asked.base)
@@ -437,7 +441,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not asked.run:
         print("\n".join(near))
         return 0
-    files = [name for name in near if "mark.long" in (ROOT / name).read_text()]
+    files = [name for name in near if LONG.search((ROOT / name).read_text())]
     print(
         f"{len(near)} files of tests are reached, {len(files)} of them have long tests", flush=True
     )

@@ -2,12 +2,13 @@
 all of them.
 """
 
+import re
 import signal
 from collections.abc import Mapping
 
 import pytest
 
-from tests.reach import ROOT, Tree, dependencies, in_order, reached, tree_of, verdict
+from tests.reach import LONG, ROOT, Tree, dependencies, in_order, reached, tree_of, verdict
 
 FILES: Mapping[str, str] = {
     "agentrl/__init__.py": '_NAMES = {"Task": "agentrl.tasks"}\ndef __getattr__(name): ...',
@@ -123,3 +124,9 @@ def test_the_end_of_the_time_is_no_failure_and_a_failure_before_it_is_one(
     lines: list[str], code: int, wanted: int
 ) -> None:
     assert verdict(lines, code) == wanted
+
+
+def test_properties_are_long_tests_too() -> None:
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        if re.search(r"^@given\(", text := path.read_text(), re.MULTILINE):
+            assert LONG.search(text), path
