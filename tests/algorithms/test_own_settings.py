@@ -61,7 +61,10 @@ def mixed(tmp_path: Path, algorithm: Mapping[str, Any], own: Mapping[str, Any]) 
     return load_config(path).config
 
 
-@pytest.mark.parametrize("name", BY_GROUP)
+@pytest.mark.parametrize(
+    "name",
+    [BY_GROUP[0], *(pytest.param(name, marks=pytest.mark.long) for name in BY_GROUP[1:])],
+)
 def test_a_setting_that_only_the_loss_reads_is_refused_by_its_name(
     tmp_path: Path, name: str
 ) -> None:

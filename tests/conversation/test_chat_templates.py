@@ -76,7 +76,7 @@ def played(name: str, kind: str, history: str) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "both" else pytest.mark.slow) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[] if kind == "both" else pytest.mark.long) for kind in KINDS]
 )
 def test_no_conversation_of_any_family_forks_and_each_observation_is_where_the_family_has_it(
     kind: str,

@@ -436,6 +436,7 @@ ENGINES = [
 ]
 VLLM_AGAIN = pytest.param(vllm_engine, id="vllm", marks=[pytest.mark.vllm, pytest.mark.long])
 """With other settings than for most tests: half a minute more to start."""
+RAY_AGAIN = pytest.param(ray_engine, id="ray", marks=[pytest.mark.slow, pytest.mark.long])
 OVER_HTTP = pytest.param(
     engine_over_http, id="openai", marks=pytest.mark.xdist_group("engine over HTTP")
 )
@@ -454,10 +455,7 @@ def served(request: pytest.FixtureRequest, lively_dir: Path) -> Iterator[Served]
 
 @pytest.fixture(
     scope="module",
-    params=[
-        *ENGINES[:-1],
-        VLLM_AGAIN,
-    ],
+    params=[*ENGINES[:2], RAY_AGAIN, ENGINES[3], VLLM_AGAIN],
 )
 def keeping(request: pytest.FixtureRequest, lively_dir: Path) -> Iterator[Served]:
     """Engines that keep the KV of requests in flight when weights change."""
@@ -469,7 +467,7 @@ def keeping(request: pytest.FixtureRequest, lively_dir: Path) -> Iterator[Served
 KV_BOUND = 2
 
 
-@pytest.fixture(scope="module", params=[ENGINES[0], *ENGINES[2:-1], VLLM_AGAIN])
+@pytest.fixture(scope="module", params=[ENGINES[0], RAY_AGAIN, ENGINES[3], VLLM_AGAIN])
 def reusing(request: pytest.FixtureRequest, lively_dir: Path) -> Iterator[Served]:
     """Engines that keep the KV of each session over two updates."""
     truth = truth_of(request.param, lively_dir)

@@ -35,7 +35,7 @@ from tests.properties import examples
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 H100 = gpu_named("H100")
-SLOW = pytest.mark.slow
+LONG = pytest.mark.long
 OFFERED = [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8)]
 ON_ONE_DEVICE = ("placement=auto", "placement.engine=0-3", "placement.trainer=3")
 # Quick to simulate; memory is what it was.
@@ -313,12 +313,12 @@ def test_a_wish_that_cannot_fit_is_refused_with_what_would(agentrl: Callable[...
             "disaggregated_16gpu",
             Inventory.uniform(H100, 8),
             ("placement=auto", "trainer=local"),
-            marks=SLOW,
+            marks=LONG,
         ),
-        pytest.param("disaggregated_16gpu", Inventory.uniform(H100, 8), ON_ONE_DEVICE, marks=SLOW),
+        pytest.param("disaggregated_16gpu", Inventory.uniform(H100, 8), ON_ONE_DEVICE, marks=LONG),
         ("colocated_8gpu", Inventory.uniform(H100, 8), ("engine.kv_cache_gib=0.1",)),
         ("frozen_lake", Inventory.uniform(host(cores=2, memory=GIB // 4)), ()),
-        pytest.param("qwen3_32b", Inventory.uniform(H100, 8), (), marks=SLOW),
+        pytest.param("qwen3_32b", Inventory.uniform(H100, 8), (), marks=LONG),
     ],
 )
 def test_what_is_said_to_fit_does(
@@ -478,7 +478,7 @@ def test_a_map_that_is_taken_never_overfills_a_device(
             assert set(load.awake) == roles
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_of_a_device_never_makes_a_step_slower() -> None:
     seconds = [
         planned(Inventory.uniform(H100, n), "colocated_8gpu", *SMALL, "placement=auto").step.seconds

@@ -77,7 +77,7 @@ def folder(parent: Path, name: str) -> Path:
     "bound",
     [
         pytest.param(0, marks=pytest.mark.long),
-        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(1, marks=pytest.mark.long),
         pytest.param(4, marks=pytest.mark.long),
     ],
 )
@@ -632,7 +632,7 @@ def test_a_whole_run_on_vllm_keeps_the_bound_and_the_logprobs(tmp_path, bound, m
         assert summary["largest_logprob_gap"] < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_with_truncated_sampling_the_trainer_computes_what_the_engine_sampled_from(tmp_path):
     truncated = (
         "rollout.sampling.top_p=0.8",

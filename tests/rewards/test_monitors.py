@@ -150,7 +150,7 @@ def test_progression_agrees_with_the_direct_semantics_on_every_short_trace(text)
     assert_agree(text, 3 if "c" in text else 4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("text", [text for text in FORMULAS if "c" not in text])
 def test_progression_agrees_with_the_direct_semantics_on_every_trace_up_to_eight_events(text):
     assert_agree(text, 8)

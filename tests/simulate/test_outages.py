@@ -13,6 +13,7 @@ from agentrl.simulate.latency import Constant, Uniform
 from agentrl.simulate.world import Report, World
 
 STEPS, GROUPS = 8, 8
+LONG = pytest.mark.long
 
 
 def run(bound: int, outages: list[tuple[float, float]], **deadlines: float) -> Report:
@@ -38,7 +39,10 @@ def run(bound: int, outages: list[tuple[float, float]], **deadlines: float) -> R
 
 
 @pytest.mark.parametrize("bound", [0, 1, 4])
-@pytest.mark.parametrize("seconds", [0, 1, 5, 20, 120])
+@pytest.mark.parametrize(
+    "seconds",
+    [0, pytest.param(1, marks=LONG), 5, pytest.param(20, marks=LONG), 120],
+)
 def test_a_run_outlives_its_server_s_restarts_and_drops_nothing(seconds: float, bound: int) -> None:
     report = run(bound, [(30.0 + (150 + seconds) * n, seconds) for n in range(4)])
     assert report.task_fates.trained >= STEPS * GROUPS

@@ -224,7 +224,7 @@ def test_a_few_hung_and_slow_environments_never_stall_a_thousand_steps(steps):
 @pytest.mark.parametrize(
     ("max_staleness", "steps"),
     [
-        pytest.param(1, 3, marks=pytest.mark.slow),
+        pytest.param(1, 3, marks=pytest.mark.long),
         pytest.param(1, 24, marks=pytest.mark.long),
         pytest.param(2, 24, marks=pytest.mark.long),
     ],

@@ -285,6 +285,7 @@ def test_keys_lead_through_the_pages(serve, runs):
     assert page.script("return document.querySelector('dialog').open") is True
 
 
+@pytest.mark.long
 def test_it_is_readable_in_light_and_dark_and_fits_a_narrow_screen(serve, runs):
     page = serve(runs)
     page.open("#/run?runs=first")
@@ -515,6 +516,7 @@ def test_what_a_live_run_waits_for_and_who_is_alive_change_on_the_page_without_r
     assert page.complaints() == []
 
 
+@pytest.mark.long
 def test_two_runs_are_compared_by_paired_differences(serve, runs):
     page = serve(runs)
     page.open("#/run?runs=first,second")
@@ -537,6 +539,7 @@ def test_the_page_sends_the_token_of_its_address(serve, runs):
     assert "secret" not in page.script("return location.href")
 
 
+@pytest.mark.long
 def test_many_runs_fit_a_row_and_have_colours_of_their_own(serve, tmp_path):
     for number in range(20):
         run = MadeUpRun(tmp_path / f"run {number:02} of a long series, with commas & 50 %")
@@ -577,6 +580,7 @@ def test_many_runs_fit_a_row_and_have_colours_of_their_own(serve, tmp_path):
     assert page.complaints() == []
 
 
+@pytest.mark.long
 def test_a_run_that_is_deleted_leaves_the_page_without_reloading(serve, runs):
     page = serve(runs)
     page.open("#/run?runs=second")
@@ -632,6 +636,7 @@ def test_what_judges_said_stands_beside_the_parts_and_characters_that_are_not_se
     assert "zero⟨U+200B⟩width ⟨U+202E⟩evil ⟨U+001B⟩[31m" in page.texts(".words")
 
 
+@pytest.mark.long
 def test_long_answers_and_texts_unfold_when_they_are_asked_for(serve, tmp_path):
     run = MadeUpRun(
         tmp_path / "run", groups=1, members=2, turns=2, tokens=4000, texts=("word " * 100_000,)
@@ -652,6 +657,7 @@ def test_long_answers_and_texts_unfold_when_they_are_asked_for(serve, tmp_path):
     assert len(page.texts(".message:not(.assistant) .words")[1]) == 500_000
 
 
+@pytest.mark.long
 def test_a_chart_that_has_the_focus_is_read_by_the_arrow_keys(serve, runs):
     from selenium.webdriver.common.keys import Keys
 
@@ -752,6 +758,7 @@ def test_a_click_on_a_point_leads_to_the_episodes_of_that_step(serve, watched):
     page.wait(lambda: set(page.texts("tbody td:nth-child(2)")) == {"1"})
 
 
+@pytest.mark.long
 def test_a_double_click_shows_the_whole_range_and_leads_nowhere(serve, watched):
     page = serve(watched)
     page.open("#/run?runs=watched")
@@ -859,6 +866,7 @@ def test_why_a_run_ended_and_what_is_known_of_it_stand_above_its_curves(serve, w
     assert facts["started"].startswith("2027-01-15")
 
 
+@pytest.mark.long
 def test_the_machine_stands_beside_the_lanes(serve, watched):
     page = serve(watched)
     page.open("#/time?runs=watched")
@@ -866,7 +874,10 @@ def test_the_machine_stands_beside_the_lanes(serve, watched):
     assert page.texts("[aria-label='what was busy when'] .lane-name")[-len(machine) :] == machine
 
 
-@pytest.mark.parametrize("steps", [1, 2, 9])
+@pytest.mark.parametrize(
+    "steps",
+    [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(9, marks=pytest.mark.long)],
+)
 def test_every_axis_has_three_numbers_or_more(serve, tmp_path, steps):
     run = MadeUpRun(tmp_path / "run", groups=2, members=2)
     run.begin()
@@ -893,6 +904,7 @@ def test_every_axis_has_three_numbers_or_more(serve, tmp_path, steps):
     assert marks >= 3 or not page.texts(".histogram")
 
 
+@pytest.mark.long
 def test_the_configs_of_a_run_are_told_with_what_they_changed(serve, runs):
     rows = [
         {"config": 0, "step": 0, "at": "2027-01-15T08:00:00+00:00", "changed": {}},
@@ -914,6 +926,7 @@ def test_the_configs_of_a_run_are_told_with_what_they_changed(serve, runs):
     assert page.texts(".history [aria-current]") == ["config 0"]
 
 
+@pytest.mark.long
 def test_long_names_of_runs_are_cut_in_the_middle(serve, tmp_path):
     names = [f"frozen_lake-qwen3-0.6b-groups32-staleness1-seed{seed}" for seed in (1, 2)]
     for name in names:
@@ -962,6 +975,7 @@ def test_a_report_is_drawn_without_a_server_and_runs_no_text_of_a_run(browser, t
     assert page.complaints() == []
 
 
+@pytest.mark.long
 def test_what_environments_draw_is_in_a_report_and_can_do_nothing_else_there(browser, tmp_path):
     run = MadeUpRun(tmp_path / "run", turns=len(PICTURES), pictures=PICTURES, groups=1, members=2)
     run.begin()

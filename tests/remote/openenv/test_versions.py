@@ -121,6 +121,7 @@ def test_a_typed_environment_of_openenvs_plays_here(peer):
     asyncio.run(main())
 
 
+@pytest.mark.long
 def test_a_step_that_raises_or_hangs_there_fails_and_the_next_answers_are_right(peer):
     async def main() -> None:
         env = openenv(f"{peer.url}/typed")()
