@@ -166,12 +166,14 @@ wheel-demo: install wheel
 	cd $(WHEEL_VENV) && PYTHONPATH= bin/agentrl demo $(OVERRIDES)
 
 # What a release consists of, in dist: the wheel, tried in an environment that has nothing else, and the notes, with what
-# breaks first. The site, and the licences of all that the wheel brings, must be right; what is left to do is printed last.
+# breaks first. The site, and the licences of all that the wheel brings, must be right. A version without figures is measured
+# (docs/releases.md). What is left to do is printed last.
 RELEASE_DEMO = steps=1 recipe.demonstrations.episodes=64 rollout.groups_per_step=2 evaluation.tasks=8
 release: install
 	$(MAKE) wheel-demo OVERRIDES="$(RELEASE_DEMO)"
 	$(BIN)/uv tool run --quiet --from "twine>=6" twine check --strict dist/*.whl
 	$(WHEEL_VENV)/bin/python .ci/release.py licences
+	$(BIN)/python benchmarks/releases.py --missing
 	$(MAKE) docs
 	$(BIN)/python .ci/release.py notes | tee dist/NOTES.md
 	$(BIN)/python .ci/release.py check
