@@ -4,7 +4,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.cluster.processes import ProcessWorker
-from agentrl.cluster.workers import Make, WorkerGroup
+from agentrl.cluster.workers import Forked, Make, WorkerGroup
+
+IMPORTS = (
+    "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.gpt_oss.modeling_gpt_oss",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "agentrl.trainers.rank.fsdp",
+)
+"""What all of them need, and the process that they are forked from imports once."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Processes:
 
     async def __call__(self, role: str, make: Make, count: int) -> WorkerGroup:
         for rank in range(len(self.processes), count):
-            self.processes.append(await ProcessWorker.start(role, int, rank))
+            self.processes.append(await ProcessWorker.start(role, Forked(int, IMPORTS), rank))
         for process in self.processes[:count]:
             await process.host(make)
         return WorkerGroup(role, [Borrowed(process) for process in self.processes[:count]])
