@@ -4,8 +4,11 @@
 
 A *room* is a module or a folder at the top of `agentrl`; an *arrow* leads from a room to one that
 it imports. A folder's *doors* are its modules that other rooms import, its *names* those that they
-take from them. A *literal probe* is `getattr` or `hasattr` with a name that stands in the code. All
-figures are read from the sources; nothing is imported.
+take from them. A *chain* leads from import to import, as the modules run: what only type checkers
+read, below `if TYPE_CHECKING:`, is no part of it, and may lead in circles. *Functions* are all of
+`def`: methods, those of protocols and overloads, and nested functions too. A *literal probe* is
+`getattr` or `hasattr` with a name that stands in the code. All figures are read from the sources;
+nothing is imported.
 """
 
 import argparse
@@ -52,6 +55,12 @@ class Module:
         return (node for node in ast.walk(self.tree) if isinstance(node, kind))
 
     @cached_property
+    def for_types(self) -> set[ast.AST]:
+        """All nodes below an `if TYPE_CHECKING:`."""
+        blocks = [node for node in self.nodes(ast.If) if is_for_types(node)]
+        return {node for block in blocks for node in ast.walk(block)}
+
+    @cached_property
     def comments(self) -> int:
         """Comments that stand on lines of their own."""
         count = 0
@@ -87,12 +96,24 @@ class House:
         """For each module, what it imports: the module, and the name or an empty string."""
         found: dict[str, list[tuple[str, str]]] = {}
         for name, module in self.modules.items():
-            found[name] = [(home, taken) for home, taken in self._taken(module) if home != name]
+            taken = self._taken(module, set())
+            found[name] = [(home, what) for home, what in taken if home != name]
         return found
 
-    def _taken(self, module: Module) -> Iterator[tuple[str, str]]:
+    @cached_property
+    def loads(self) -> Mapping[str, set[str]]:
+        """For each module, those that it imports when it runs, at its top or within a function."""
+        found = {}
+        for name, module in self.modules.items():
+            homes = {home for home, _ in self._taken(module, module.for_types)}
+            found[name] = homes - {name, "agentrl"}
+        return found
+
+    def _taken(self, module: Module, skipped: set[ast.AST]) -> Iterator[tuple[str, str]]:
         for node in module.nodes(ast.ImportFrom):
             assert isinstance(node, ast.ImportFrom)
+            if node in skipped:
+                continue
             for alias in node.names:
                 submodule = f"{node.module}.{alias.name}"
                 if submodule in self.modules:
@@ -129,8 +150,7 @@ class House:
         def below(name: str) -> list[str]:
             if name not in longest:
                 longest[name] = [name]  # a circle would end here
-                homes = {home for home, _ in self.imports[name]} - {"agentrl"}
-                chains = [below(home) for home in sorted(homes)]
+                chains = [below(home) for home in sorted(self.loads[name])]
                 longest[name] = [name, *max(chains, key=len, default=[])]
             return longest[name]
 
@@ -197,6 +217,7 @@ class House:
             "longest chain of imports": len(self.longest_chain),
             "imports a module": sum(map(len, self._homes())) / len(self.modules),
             "functions": self.count(is_function),
+            "functions in 1,000 lines": self.count(is_function) / thousands,
             "protocols": self.count(is_protocol),
             "literal probes": self.count(is_literal_probe),
             "casts": self.count(is_cast),
@@ -210,6 +231,11 @@ class House:
 
     def _homes(self) -> list[set[str]]:
         return [{home for home, _ in imports} for imports in self.imports.values()]
+
+
+def is_for_types(node: ast.AST) -> bool:
+    """`if TYPE_CHECKING:`."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def is_function(node: ast.AST) -> bool:
@@ -257,10 +283,15 @@ def main() -> None:
     houses = [House.read(arguments.beside.resolve()), here] if arguments.beside else [here]
     columns = [house.figures() for house in houses]
     for name in columns[-1]:
-        print(f"{name:<36}" + "".join(f"{figures[name]:>12,.4g}" for figures in columns))
+        print(f"{name:<36}" + "".join(f"{written(figures[name]):>12}" for figures in columns))
     print("\nlongest chain:\n  " + "\n  ".join(here.longest_chain))
     if arguments.folders:
         print_folders(houses)
+
+
+def written(figure: float) -> str:
+    """A figure as text; a count in full."""
+    return f"{figure:,}" if isinstance(figure, int) else f"{figure:,.4g}"
 
 
 def print_folders(houses: Sequence[House]) -> None:
