@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def make_output_lossy() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, LossyStream):
-            setattr(sys, name, cast(TextIO, LossyStream(stream)))
+            setattr(sys, name, LossyStream(stream))
 
 
 @contextmanager

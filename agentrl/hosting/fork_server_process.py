@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from agentrl.hosting.process_worker import serve
 
@@ -72,9 +72,8 @@ def _become_a_worker(request: Mapping[str, Any], fd: int, lifeline: int, output:
     for stream in (sys.stdout, sys.stderr):
         # Unbuffered, so that a crash loses nothing; with `backslashreplace`, so that print accepts
         # any text of a model.
-        cast(TextIOWrapper, stream).reconfigure(
-            encoding="utf-8", errors="backslashreplace", write_through=True
-        )
+        assert isinstance(stream, TextIOWrapper)  # as Python has opened it
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", write_through=True)
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:] = request["path"]

@@ -7,7 +7,7 @@ the environment runs, so that its pictures cross every transport. Where an episo
 
 from collections.abc import Mapping
 from html import escape
-from typing import Any, cast
+from typing import Any
 
 from agentrl.errors import RAISED_BY_CODE
 from agentrl.hosting.wrappers import Wrapper
@@ -30,18 +30,22 @@ class Pictured(Wrapper):
         """The result with the picture of the first state. A malformed one is left for the host to
         refuse.
         """
-        return cast(ResetResult, self._with_picture(result, 2))
+        if not _is_whole(result, 2):
+            return result
+        observation, info = result
+        return observation, self._with_picture(info)
 
     def stepped(self, result: StepResult) -> StepResult:
         """The result with the picture of the new state. A malformed one is left for the host to
         refuse.
         """
-        return cast(StepResult, self._with_picture(result, 5))
-
-    def _with_picture(self, result: tuple[Any, ...], length: int) -> tuple[Any, ...]:
-        if len(result) != length or not isinstance(result[-1], Mapping):
+        if not _is_whole(result, 5):
             return result
-        return (*result[:-1], {**result[-1], PICTURE: self._drawn()})
+        observation, reward, terminated, truncated, info = result
+        return observation, reward, terminated, truncated, self._with_picture(info)
+
+    def _with_picture(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        return {**info, PICTURE: self._drawn()}
 
     def _drawn(self) -> str:
         try:
@@ -51,6 +55,11 @@ class Pictured(Wrapper):
         if isinstance(picture, str):
             return picture.encode("utf-8", "replace").decode()
         return f"<p>render_html returned {escape(type(picture).__name__)}, and no text</p>"
+
+
+def _is_whole(result: tuple[Any, ...], length: int) -> bool:
+    """True if a result has this many parts, and ends with an info."""
+    return len(result) == length and isinstance(result[-1], Mapping)
 
 
 def pictured(env: Env) -> Env:

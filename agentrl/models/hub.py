@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 from agentrl.errors import ConfigError, HubError
 from agentrl.models.base_model import CARD
@@ -81,7 +80,7 @@ def _refusals(repository: str, address: str) -> Iterator[None]:
     from huggingface_hub.errors import HfHubHTTPError
 
     # The base of all errors of the HTTP library that this version of the hub's is built on.
-    transport = cast(type[Exception], HfHubHTTPError.__bases__[0])
+    transport: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         yield
     except HfHubHTTPError as error:

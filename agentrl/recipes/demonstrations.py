@@ -5,12 +5,12 @@ reinforcement learning.
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 from pydantic import Field
 
@@ -27,7 +27,6 @@ from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import Flow
 from agentrl.gateway.player import PlayerEngine
-from agentrl.protocols import ScriptedPlayer
 from agentrl.recipes.evaluate import play_all
 from agentrl.recipes.recordings import RecordingsConfig
 from agentrl.rollout.engine_policy import EnginePolicy
@@ -40,6 +39,9 @@ from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import UNSCORED, Task, Trajectory, succeeded, unshared
 
 logger = logging.getLogger(__name__)
+
+_Player = Callable[[Any, Random], str | Awaitable[str]]
+"""A `ScriptedPlayer`, or the player of a program, which gets a text for an environment."""
 
 
 class DemonstrationsConfig(Settings):
@@ -190,9 +192,9 @@ async def demonstrate(
     return whole
 
 
-def _player(demonstrations: DemonstrationsConfig) -> ScriptedPlayer:
+def _player(demonstrations: DemonstrationsConfig) -> _Player:
     """The player with its options."""
-    player: ScriptedPlayer = plugins.load("players", demonstrations.player)
+    player: _Player = plugins.load("players", demonstrations.player)
     if not demonstrations.options:
         return player
     try:
@@ -210,7 +212,7 @@ def _player(demonstrations: DemonstrationsConfig) -> ScriptedPlayer:
 class _PlayerWithOptions:
     """A scripted player with its options, of which each call gets a copy."""
 
-    player: ScriptedPlayer
+    player: _Player
     options: Mapping[str, Any]
 
     def __call__(self, env: Any, rng: Random) -> str | Awaitable[str]:
@@ -218,14 +220,12 @@ class _PlayerWithOptions:
 
 
 async def _play_demonstrations(
-    config: RunConfig, player: ScriptedPlayer, renderer: TemplateRenderer, tasks: Sequence[Task]
+    config: RunConfig, player: _Player, renderer: TemplateRenderer, tasks: Sequence[Task]
 ) -> list[Trajectory]:
     if config.env.is_agent:
         async with agent_player(config, renderer) as agents:
             sampling = SamplingParams(stop_token_ids=renderer.stop_token_ids)
-            policy = EnginePolicy(
-                PlayerEngine(cast(Any, player), renderer), sampling, 3600.0, trained=False
-            )
+            policy = EnginePolicy(PlayerEngine(player, renderer), sampling, 3600.0, trained=False)
             return await play_all(agents(policy), tasks, config)
     scripted = ScriptedPolicy(player, renderer)
     async with env_host(config, shown=False) as envs:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar, TypeVarTuple, cast
+from typing import Any, TypeVar, TypeVarTuple
 
 from agentrl.cluster.memory_pressure import prefer_to_kill
 from agentrl.cluster.processes import ProcessWorker
@@ -53,7 +53,8 @@ class Scribe:
         """
         if self._worker is not None:
             try:
-                return cast(T, await self._worker.call("call", function, args))
+                result: T = await self._worker.call("call", function, args)
+                return result
             except WorkerDiedError as error:
                 _tell(error)
                 await self._end()

@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import agentrl
 from agentrl.sandbox import cgroup
 from agentrl.sandbox.order import DONE, HEADER, LARGEST_REPORT, PIECE, JailReport, Order
-from agentrl.sandbox.outcome import Limit, LimitHit, Outcome, Ran, SandboxLost
+from agentrl.sandbox.outcome import LimitHit, Outcome, Ran, SandboxLost
 from agentrl.sandbox.settings import SandboxConfig
 
 _START_SECONDS = 30.0
@@ -132,9 +132,9 @@ class Jail:
         if isinstance(report, SandboxLost):
             return report
         stdout, stderr = report.stdout.text(), report.stderr.text()
-        if report.exit is None or report.hit:
-            return LimitHit(cast(Limit, report.hit), stdout, stderr, report.seconds)
-        return Ran(stdout, stderr, report.exit, report.seconds)
+        if isinstance(report.end, int):
+            return Ran(stdout, stderr, report.end, report.seconds)
+        return LimitHit(report.end, stdout, stderr, report.seconds)
 
     async def report_on(self, order: Order) -> JailReport | SandboxLost:
         """Run one program, and return its supervisor's report. Cancelling kills the jail."""

@@ -246,7 +246,7 @@ class JailSandbox(CommandSandbox):
 
 def _output(report: JailReport) -> Output:
     written = (report.stdout, report.stderr)
-    if report.exit is None or report.hit:
-        return Output(_KILLED, *written, _ENDED.get(report.hit, "itself"), report.seconds)
-    status = report.exit if report.exit >= 0 else 128 - report.exit
+    if not isinstance(report.end, int):
+        return Output(_KILLED, *written, _ENDED.get(report.end, "itself"), report.seconds)
+    status = report.end if report.end >= 0 else 128 - report.end
     return Output(status, *written, "itself", report.seconds)

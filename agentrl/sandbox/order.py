@@ -10,10 +10,13 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 from agentrl.sandbox.cut_output import KeptOutput
 
+Limit = Literal["wall", "cpu", "memory", "disk", "output"]
+"""What may end a run."""
+LIMITS: tuple[Limit, ...] = get_args(Limit)
 HEADER = struct.Struct("!IQ")
 DONE = b"."
 LARGEST_JSON = 64 << 20
@@ -56,10 +59,9 @@ class Order:
 class JailReport:
     """What has become of an order."""
 
-    hit: str
-    """The limit that ended the run, if one did."""
-    exit: int | None
-    """The exit status of the program, or minus the signal that ended it; None if a limit did."""
+    end: Limit | int
+    """The limit that ended the run; else the exit status of the program, or minus the signal that
+    ended it."""
     seconds: float
     """Wall time."""
     stdout: KeptOutput
@@ -74,18 +76,16 @@ class JailReport:
         Raises:
             ValueError, TypeError, KeyError: it is none.
         """
-        hit, status = str(told["hit"]), told["exit"]
-        if hit not in LIMITS and (hit or not isinstance(status, int)):
+        hit, status = told["hit"], told["exit"]
+        limit = next((one for one in LIMITS if one == hit), None)
+        if limit is None and (hit or not isinstance(status, int)):
             raise ValueError(f"a report without an end: {told}")
+        end = status if limit is None else limit
         stdout, stderr = (
             KeptOutput(content, most - most // 2, int(cut))
             for content, cut in zip(written, told["cut"], strict=True)
         )
-        return cls(hit, status, float(told["seconds"]), stdout, stderr)
-
-
-LIMITS = ("wall", "cpu", "memory", "disk", "output")
-"""What may end a run."""
+        return cls(end, float(told["seconds"]), stdout, stderr)
 
 
 def pack(message: Mapping[str, Any], follows: int = 0) -> bytes:

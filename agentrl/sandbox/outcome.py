@@ -1,9 +1,8 @@
 """The outcome of running a program."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-Limit = Literal["wall", "cpu", "memory", "disk", "output"]
+from agentrl.sandbox.order import Limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinMethodType, MethodType
-from typing import Any, cast
+from typing import Any, TypeGuard
 
 from agentrl.errors import ConfigError, RuleLimitError
 from agentrl.plugins import unbound
@@ -109,7 +109,7 @@ class RewardPart:
             function = reward.score_group
         isolation = self.isolation or isolation_of(self.owner)
         if _is_async(function):
-            return cast(Callable[[Any], Awaitable[Any]], function)
+            return function
         if isolation == "process":
             _check_it_pickles(function, self.name)
             pool.imports.append(module_of(function))
@@ -130,7 +130,7 @@ def module_of(function: Any) -> str:
     return str(getattr(function, "__module__", None) or type(function).__module__)
 
 
-def _is_async(function: Any) -> bool:
+def _is_async(function: Any) -> TypeGuard[Callable[[Any], Awaitable[Any]]]:
     function = unbound(function)
     if callable(function) and inspect.iscoroutinefunction(type(function).__call__):
         return True  # an object with an async `__call__`

@@ -485,7 +485,9 @@ def _of_array(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
     text, line, block = file.read(_BLOCK_CHARACTERS), 1, _BLOCK_CHARACTERS
     place = text.index("[") + 1
     while True:
-        begin = cast(re.Match[str], _GAP.match(text, place)).end()
+        gap = _GAP.match(text, place)
+        assert gap is not None  # it may be empty
+        begin = gap.end()
         if text.startswith("]", begin):
             return
         problem = "it ends there"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -208,7 +208,8 @@ class FullyShard:
         after the last one; and over the replicas, and the ranks that have copies of what is not
         divided, after the last one.
         """
-        root = cast(FSDPModule, self.model)
+        root = self.model
+        assert isinstance(root, FSDPModule)  # `fully_shard` has made it one
         root.set_requires_gradient_sync(last or not self.keep_gradients)
         root.set_requires_all_reduce(last)
         loss.backward()  # type: ignore[no-untyped-call]
