@@ -60,7 +60,8 @@ class Game:
 
 
 def _describe_taxi(env: GymEnv, observation: Any) -> str:
-    row, column, passenger, destination = env.unwrapped.decode(int(observation))  # type: ignore[attr-defined]
+    taxi: Any = env.unwrapped
+    row, column, passenger, destination = taxi.decode(int(observation))
     where = "in the taxi" if passenger == 4 else f"at {'RGYB'[passenger]}"
     return (
         f"Taxi: row {row}, column {column}. Passenger: {where}. Destination: {'RGYB'[destination]}."

@@ -240,7 +240,9 @@ class _Session:
         self._client: Any = None
         self._end = asyncio.Event()
         self._stray: deque[str] = deque(maxlen=8)
-        self._stderr: TextIO = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._stderr: TextIO = tempfile.TemporaryFile(  # noqa: SIM115
+            "w+", encoding="utf-8", errors="replace"
+        )
 
     async def open(self) -> None:
         """Connect and list the tools."""

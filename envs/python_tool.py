@@ -470,7 +470,9 @@ def _knapsack(rng: random.Random) -> PythonProblem:
 def _shortest(rng: random.Random) -> PythonProblem:
     towns = rng.randint(9, 12)
     pairs = [(town, rng.randrange(town)) for town in range(1, towns)]
-    pairs += [tuple(sorted(rng.sample(range(towns), 2), reverse=True)) for _ in range(towns)]  # type: ignore[misc]
+    for _ in range(towns):
+        low, high = sorted(rng.sample(range(towns), 2))
+        pairs.append((high, low))
     roads = [(a, b, rng.randint(5, 99)) for a, b in dict.fromkeys(pairs)]
     lines = _join([f"{a} to {b}: {length}" for a, b, length in roads])
     return PythonProblem(

@@ -127,7 +127,9 @@ def negation(formula: Formula) -> Formula:  # noqa: PLR0911  one for each kind o
             return Until(negation(left), negation(right))
 
 
-def progress(formula: Formula, event: frozenset[str]) -> State:  # noqa: PLR0911  one for each kind of formula
+def progress(  # noqa: PLR0911  one for each kind of formula
+    formula: Formula, event: frozenset[str]
+) -> State:
     """The formula that the rest of a trace has to satisfy after `event`, for this one to hold of
     the whole trace.
     """

@@ -264,12 +264,16 @@ class GroupTrainer(Trainer):
         seconds = self._recovery.deadline or _CALL_SECONDS
         try:
             async with asyncio.timeout(seconds):
-                while not all(await self._ask(lambda ranks: ranks.all("saved"))):  # noqa: ASYNC110  steps go on
+                # Steps go on meanwhile, so no call of a rank may wait for its writing.
+                while not await self._have_all_saved():  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError as error:
             raise self._stalled("write its checkpoint", seconds, "a faster disk") from error
         finally:
             self._saving = None
+
+    async def _have_all_saved(self) -> bool:
+        return all(await self._ask(lambda ranks: ranks.all("saved")))
 
     async def load(self, folder: Path) -> None:
         """Continue exactly where `save` left off; settings (learning rate, decay, ...) stay those

@@ -23,7 +23,8 @@ CHANGES = "changes.jsonl"
 _ABSENT = "(none)"
 _DEFINING = re.compile(
     r"seed|model\..+|tasks\..+|recipe\.name|recipe\.\w+\.(path|player)"
-    r"|env\.(?!(mixture\.\d+\.)?(isolation|exhausted|group_size|budget|max_tokens|max_failed_tasks|reward|algorithm)\b).+"
+    r"|env\.(?!(mixture\.\d+\.)?"
+    r"(isolation|exhausted|group_size|budget|max_tokens|max_failed_tasks|reward|algorithm)\b).+"
 )
 """Settings that define a run: its model, and the stream of its tasks."""
 

@@ -28,8 +28,8 @@ GUARD = f"xq{_KEY}xq"
 """Letters and digits, which no template trims, escapes or splits."""
 _BREAK = f"xqbreak{_KEY}xq"
 _PLAIN_ELEMENT = re.compile(
-    r"</?(?:a|b|blockquote|body|br|caption|code|div|em|h[1-6]|head|hr|html|i|img|li|ol|p|pre|s|span|strong|sub|sup|"
-    r"table|tbody|td|tfoot|th|thead|title|tr|u|ul)>"
+    r"</?(?:a|b|blockquote|body|br|caption|code|div|em|h[1-6]|head|hr|html|i|img|li|ol|p|pre|s|"
+    r"span|strong|sub|sup|table|tbody|td|tfoot|th|thead|title|tr|u|ul)>"
 )
 """HTML, which some tokenizers (Gemma's) have single tokens for."""
 

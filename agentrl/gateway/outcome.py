@@ -94,8 +94,9 @@ def written_outcome(written: str, command: str) -> AgentOutcome:
 
 
 def _finite(value: object, name: str) -> float:
+    is_none = isinstance(value, bool | str | bytes)
     try:
-        number = math.nan if isinstance(value, bool | str | bytes) else float(value)  # type: ignore[arg-type]
+        number = math.nan if is_none else float(value)  # type: ignore[arg-type]
     except Exception:  # an array, a number beyond all floats, an object of the program's own
         number = math.nan
     if not math.isfinite(number):

@@ -12,7 +12,8 @@ _IN_ADDRESS = re.compile(
     r"(?P<start>\b(?:https?|wss?)://)[^/\s?#@]+@"  # https://TOKEN@host
     # postgres://user:password@host, but not ssh://git@host
     r"|(?P<other>\b[a-z][\w+.-]*://)[^/\s?#@:]*:[^/\s?#@]+@"
-    r"|(?P<query>://\S*?[?&][^=&\s]*(?:key|token|secret|passw|signature|credential|auth)[^=&\s]*=)[^&\s]+",
+    r"|(?P<query>://\S*?[?&][^=&\s]*"
+    r"(?:key|token|secret|passw|signature|credential|auth)[^=&\s]*=)[^&\s]+",
     re.IGNORECASE,
 )
 

@@ -49,7 +49,8 @@ which could tell.
 
 async def free_on_cpu() -> int:
     """The `Free` of this machine's main memory."""
-    match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())  # noqa: ASYNC240  no disk
+    memory = Path("/proc/meminfo").read_text()  # noqa: ASYNC240  no disk
+    match = re.search(r"MemAvailable:\s+(\d+) kB", memory)
     return int(match[1]) * 1024 if match else 0
 
 

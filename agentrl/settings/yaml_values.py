@@ -25,7 +25,8 @@ _CORE = "tag:yaml.org,2002:"
 _WORDS = {
     "null": re.compile(r"(?:~|null|Null|NULL|)\Z"),
     "bool": re.compile(
-        r"(?:(?:yes|true|on|no|false|off)|(?:Yes|True|On|No|False|Off)|(?:YES|TRUE|ON|NO|FALSE|OFF))\Z"
+        r"(?:(?:yes|true|on|no|false|off)|(?:Yes|True|On|No|False|Off)"
+        r"|(?:YES|TRUE|ON|NO|FALSE|OFF))\Z"
     ),
     "int": re.compile(r"(?:[-+]?[0-9]+(?:_[0-9]+)*|[-+]?0(?:x[0-9a-fA-F]+|o[0-7]+|b[01]+))\Z"),
     "float": re.compile(
@@ -38,8 +39,13 @@ _MERGE = "<<"
 _TOO_DEEP = f"more than {DEEPEST} levels of lists and mappings in each other"
 
 
-class _Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml's is ten times as fast
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  PyYAML's own name, without its rules of YAML 1.1
+# libyaml's is ten times as fast.
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Reader(_SafeLoader):  # type: ignore[misc]
+    # PyYAML's own name, without its rules of YAML 1.1.
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
 
 
 class _Writer(yaml.SafeDumper):

@@ -31,7 +31,11 @@ class FakeSandboxes:
 
     offers = SandboxOffers(limits_disk=False)
 
-    def __init__(self, settings: Config = Config(), answer: Answer | None = None) -> None:  # noqa: B008
+    def __init__(
+        self,
+        settings: Config = Config(),  # noqa: B008
+        answer: Answer | None = None,
+    ) -> None:
         self.answer = answer
         self.live: list[FakeSandbox] = []
         """The sandboxes that are not closed."""

@@ -293,7 +293,12 @@ def _add_episodes(app: FastAPI, runs: _OpenRuns) -> None:
         return _Json(runs.episodes(run)[0].tools(first, last, evaluation))
 
     @app.get("/api/episode")
-    def episode(run: str, id: str, agent: str = "", step: int | None = None) -> Any:  # noqa: A002  a query's name
+    def episode(
+        run: str,
+        id: str,  # noqa: A002  a query's name
+        agent: str = "",
+        step: int | None = None,
+    ) -> Any:
         return _Json(runs.episodes(run)[1].episode(id, agent, step, pictures=True))
 
     @app.get("/api/group")

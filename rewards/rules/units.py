@@ -97,7 +97,8 @@ _UNITS = dict(_symbols()) | {"$": "USD", "l": "L", "ml": "mL", "cl": "cL", "hert
 """
 
 _WRAPPER = re.compile(
-    r"\\(?:text|mathrm|textbf|mathbf|textit|mathit|mbox|rm|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+    r"\\(?:text|mathrm|textbf|mathbf|textit|mathit|mbox|rm|operatorname)\s*"
+    r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
 _SPACE = re.compile(r"\\[,;:! ]|~|\\q?quad\b")
 _DEGREE = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b|\\circ\b")

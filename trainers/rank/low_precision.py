@@ -44,8 +44,8 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         self.moments = moments
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here is computed twice
-        """One update of each parameter that has a gradient."""
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of each parameter that has a gradient. Nothing here is computed twice."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -331,8 +331,10 @@ class LiveTransport:
         meeting = await asyncio.to_thread(_meeting_of, send.lanes)
         try:
             async with asyncio.timeout(self._config.seconds):
-                while (told := await asyncio.to_thread(told_by, meeting, later)) is None:  # noqa: ASYNC110
+                told = await asyncio.to_thread(told_by, meeting, later)
+                while told is None:
                     await asyncio.sleep(_LOOK_FOR_FILES_SECONDS)
+                    told = await asyncio.to_thread(told_by, meeting, later)
         except TimeoutError as error:
             raise WeightsError(
                 f"the files of new weights were not written in {self._config.seconds:g} s"
