@@ -7,7 +7,7 @@ and fakes. All other modules are inner ones, and may move.
 
 from typing import TYPE_CHECKING
 
-from agentrl.lazy_names import home_of, lazy_names
+from agentrl.package.lazy_names import home_of, lazy_names
 
 __version__ = "0.2.0"
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from agentrl.conversation.reading import Reading as Reading
     from agentrl.conversation.reading import ToolFormat as ToolFormat
     from agentrl.conversation.renderer import TemplateRenderer as TemplateRenderer
-    from agentrl.encoded_image import EncodedImage as EncodedImage
     from agentrl.envs.base import TextEnv as TextEnv
     from agentrl.envs.base import ToolEnv as ToolEnv
     from agentrl.envs.base import ToolResult as ToolResult
@@ -69,6 +68,7 @@ if TYPE_CHECKING:
     from agentrl.sandbox.providers import open_provider as open_provider
     from agentrl.sandbox.settings import SandboxConfig as SandboxConfig
     from agentrl.settings.base import Settings as Settings
+    from agentrl.tokens.encoded_image import EncodedImage as EncodedImage
     from agentrl.trajectory import Completion as Completion
     from agentrl.trajectory import Failed as Failed
     from agentrl.trajectory import Group as Group
@@ -92,7 +92,6 @@ _HOMES = {
     "agentrl.conversation.config": "RendererConfig",
     "agentrl.conversation.reading": "Reading ToolFormat",
     "agentrl.conversation.renderer": "TemplateRenderer",
-    "agentrl.encoded_image": "EncodedImage",
     "agentrl.envs.base": "TextEnv ToolEnv ToolResult plays read_options",
     "agentrl.errors": "AgentRLError ConfigError EnvError",
     "agentrl.gateway.coding_agents": "CodingAgent",
@@ -110,6 +109,7 @@ _HOMES = {
     "agentrl.sandbox.providers": "open_provider",
     "agentrl.sandbox.settings": "SandboxConfig",
     "agentrl.settings.base": "Settings",
+    "agentrl.tokens.encoded_image": "EncodedImage",
     "agentrl.trajectory": (
         "Completion Failed Group Message Score Task Terminated ToolCall Trajectory Truncated Turn"
     ),

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.arrays import (
+from agentrl.tokens.arrays import (
     FloatArray,
     Growing,
     IntArray,
@@ -29,8 +29,8 @@ from agentrl.arrays import (
     mask,
     same_fields,
 )
-from agentrl.expert_choices import ExpertChoices
-from agentrl.placed_images import PlacedImage, check_placed, shared_length, shifted
+from agentrl.tokens.expert_choices import ExpertChoices
+from agentrl.tokens.placed_images import PlacedImage, check_placed, shared_length, shifted
 from agentrl.trajectory import Trajectory, Truncated, Turn, columns_of
 
 N = TypeVar("N", bound=np.generic)

@@ -29,9 +29,9 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from agentrl.distribution import DISTRIBUTION
 from agentrl.errors import RAISED_BY_CODE, PluginError, describe
 from agentrl.net.credentials import refuse_credentials
+from agentrl.package.distribution import DISTRIBUTION
 from agentrl.protocols.env import Env
 from agentrl.settings.base import Settings
 

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic_core import from_json
 
-from agentrl.arrays import (
+from agentrl.errors import CompletionError, ConfigError, Layer, OutageError, RolloutError
+from agentrl.tokens.arrays import (
     FloatArray,
     IntArray,
     Ragged,
@@ -29,11 +30,10 @@ from agentrl.arrays import (
     scale_of,
     settled,
 )
-from agentrl.encoded_image import EncodedImage
-from agentrl.errors import CompletionError, ConfigError, Layer, OutageError, RolloutError
-from agentrl.expert_choices import ExpertChoices
-from agentrl.placed_images import PlacedImage, check_placed
-from agentrl.sealed_turns import Seal, SealedMessages, SealedTurns, TurnColumns
+from agentrl.tokens.encoded_image import EncodedImage
+from agentrl.tokens.expert_choices import ExpertChoices
+from agentrl.tokens.placed_images import PlacedImage, check_placed
+from agentrl.tokens.sealed_turns import Seal, SealedMessages, SealedTurns, TurnColumns
 
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -530,7 +530,7 @@ class Trajectory:
 
     def sealed(self) -> "Trajectory":
         """The same, whose turns and messages are arrays and bytes until somebody reads one
-        (`agentrl/sealed_turns.py`).
+        (`agentrl/tokens/sealed_turns.py`).
         """
         columns = columns_of(self.turns)
         rest = [_RestOfTurn.of(turn) for turn in self.turns]
@@ -807,7 +807,7 @@ class Group:
     @property
     def has_signal(self) -> bool:
         """True if some agent's reward differs between episodes, by more than rounding
-        (`agentrl/arrays.py`).
+        (`agentrl/tokens/arrays.py`).
 
         Algorithms that compare whole rewards learn nothing from other groups.
         """

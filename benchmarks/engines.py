@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from agentrl.arrays import GrowingInts, ints
 from agentrl.engines.local import LocalEngine
 from agentrl.models.tiny import create_tiny_model
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import GrowingInts, ints
 
 
 @dataclass(frozen=True)

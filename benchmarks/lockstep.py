@@ -18,8 +18,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.arrays import IntArray
 from agentrl.placement.rows import lockstep_ratio, pack_rows
+from agentrl.tokens.arrays import IntArray
 
 LIMIT, LONGEST = 16_384, 131_072
 ATTENTION = 589_824 / (2 * 6.946e9)

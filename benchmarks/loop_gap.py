@@ -31,7 +31,6 @@ from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import batch_of
-from agentrl.arrays import floats, ints
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import freeze_gc, run_steadily
 from agentrl.hosting.pool import EnvPool
@@ -49,6 +48,7 @@ from agentrl.rollout.episode import EnvEpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trainers.batch_shards import shard_batch
 from agentrl.trainers.settings import TrainerSettings
 from agentrl.trajectory import Completion, Group

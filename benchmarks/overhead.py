@@ -39,7 +39,6 @@ import gateway_turns
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.arrays import floats, ints
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.engines.openai import OpenAIEngine
 from agentrl.flow import freeze_gc, run_steadily
@@ -57,6 +56,7 @@ from agentrl.rollout.scheduler import Rollouts
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing.openai_server import MODEL, serve_engine
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import Completion
 
 TURNS = 8

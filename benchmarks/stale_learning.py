@@ -34,7 +34,6 @@ from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.grpo import Rloo
 from agentrl.algorithms.ppo import TurnPpo
 from agentrl.algorithms.samples import traced_batch_of
-from agentrl.arrays import floats, ints
 from agentrl.batch import TrainBatch
 from agentrl.errors import TrainingError
 from agentrl.flow import now, run_virtual
@@ -51,6 +50,7 @@ from agentrl.simulate.config import SimulatedEngineConfig
 from agentrl.simulate.engine import SimulatedEngine
 from agentrl.simulate.world import ReturnReward
 from agentrl.tasks.seeded import SeededTasks
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import SEGMENT, Completion, Group, Terminated, Trajectory, Turn
 
 TURNS = 6

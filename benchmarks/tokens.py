@@ -27,9 +27,9 @@ from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import batch_of
-from agentrl.arrays import floats, ints
 from agentrl.observe.metrics import rollout_metrics
 from agentrl.observe.trajectories import write_trajectories
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trainers.batch_shards import shard_batch
 from agentrl.trainers.settings import TrainerSettings
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn

@@ -23,12 +23,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.arrays import GrowingInts, ints
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.packed_model import PackedModel, StepRow
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import GrowingInts, ints
 from agentrl.trajectory import Completion
 
 EARLY = 5

@@ -38,7 +38,6 @@ from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import traced_batch_of
-from agentrl.arrays import floats, ints
 from agentrl.cluster.processes import ProcessWorker
 from agentrl.cluster.ray_cluster import join_ray
 from agentrl.cluster.ray_engine import RayEngine
@@ -65,6 +64,7 @@ from agentrl.runs.recorder import metrics_of_step
 from agentrl.runs.scribe import Scribe
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import Completion, Group
 
 GROUP = 8

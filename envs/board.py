@@ -7,7 +7,7 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.encoded_image import EncodedImage
+from agentrl.tokens.encoded_image import EncodedImage
 
 _CELL_PIXELS = 26
 CELL_OF_IMAGE = 28

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.distribution import install_command
 from agentrl.errors import EnvError, PluginError
+from agentrl.package.distribution import install_command
 
 GLOBAL_RNG_SECONDS = 25.0
 """Seconds that a call waits for the global generators: a little less than the default deadline of a

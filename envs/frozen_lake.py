@@ -16,12 +16,12 @@ import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from pydantic import Field
 
-from agentrl.encoded_image import EncodedImage
 from agentrl.envs.base import TextEnv, plays, read_options
 from agentrl.envs.board import board_html, board_image
 from agentrl.errors import EnvError
 from agentrl.protocols import Observation, StepReply
 from agentrl.settings.base import Settings
+from agentrl.tokens.encoded_image import EncodedImage
 
 ACTIONS = ("left", "down", "right", "up")
 """The legal messages, in Gymnasium's order."""

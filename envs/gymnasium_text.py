@@ -30,12 +30,12 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec, load_env_creator, namespace
 from pydantic import Field
 
-from agentrl.distribution import install_command
 from agentrl.envs import minigrid
 from agentrl.envs.base import TextEnv, ToolError, read_options
 from agentrl.envs.foreign import silence_output
 from agentrl.envs.spaces_text import ActionReader, action_reader, check_readable, format_observation
 from agentrl.errors import ConfigError, EnvError, PluginError
+from agentrl.package.distribution import install_command
 from agentrl.protocols import Env, OwnerOnly, StepResult
 from agentrl.settings.base import Settings
 

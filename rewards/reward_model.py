@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import Field
 
-from agentrl.arrays import IntArray
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError, RewardError
 from agentrl.models.optional_fields import optional_field
 from agentrl.settings.base import Settings
+from agentrl.tokens.arrays import IntArray
 from agentrl.trajectory import Score, Trajectory
 
 

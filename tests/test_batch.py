@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.arrays import Ragged
 from agentrl.batch import TrainBatch, TrainingSample, collate, columns, to_samples
+from agentrl.tokens.arrays import Ragged
 from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Turn
 
 logprobs = st.floats(-20, 0, width=32)

@@ -22,9 +22,8 @@ SHARED_NAMES = {"Config", "Options"}
 # Who may import whom inside agentrl: a package imports those of the layers before its own, so there
 # are no circles.
 LAYERS = [
-    {"arrays", "distribution", "errors", "files", "lazy_names"},
-    {"encoded_image", "expert_choices", "sealed_turns"},
-    {"placed_images"},
+    {"errors", "files", "package"},
+    {"tokens"},
     {"models", "settings", "trajectory"},
     {"batch", "flow", "net"},
     {"protocols"},
@@ -47,26 +46,23 @@ LAYERS = [
     {"__main__"},
 ]
 PLUGINS_MAY_IMPORT = {
-    "arrays",
     "batch",
     "branches",
     "cluster",
     "conversation",
-    "distribution",
-    "encoded_image",
     "errors",
-    "expert_choices",
     "files",
     "models",
     "net",
     "oracles",
-    "placed_images",
+    "package",
     "placement",
     "protocols",
     "rollout",
     "sandbox",
     "settings",
     "testing",
+    "tokens",
     "trajectory",
     "weights",
 }

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import agentrl
-from agentrl.distribution import installed_version
+from agentrl.package.distribution import installed_version
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = re.search(r"^EXTRAS \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from agentrl import CodingAgent, ConfigError, GenerateRequest, StalenessRule, plugins
-from agentrl.arrays import ints
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import check_env, check_staleness_rule
+from agentrl.tokens.arrays import ints
 from tests.conftest import Done
 
 PAGE = Path(__file__).parents[1] / "docs" / "plug-ins.md"

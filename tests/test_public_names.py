@@ -154,7 +154,7 @@ def test_importing_agentrl_loads_none_of_its_modules() -> None:
         timeout=PATIENCE_SECONDS,
         cwd=ROOT,
     )
-    assert out.stdout.strip() == "agentrl.lazy_names"
+    assert out.stdout.split() == ["agentrl.package", "agentrl.package.lazy_names"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from agentrl.algorithms.dpo import ranked_pairs
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.sft import RejectionSampling
-from agentrl.arrays import above, at_least, constant, floats, settled
 from agentrl.estimation.advisors import explained_variance
 from agentrl.observe.health import disagreement
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import total
 from agentrl.tasks.levels import Levels
 from agentrl.testing.rewards import trajectory
+from agentrl.tokens.arrays import above, at_least, constant, floats, settled
 from agentrl.trajectory import Group, Score
 
 NOISY = (0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2)

@@ -8,8 +8,8 @@ from itertools import islice
 
 import numpy as np
 
-from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch, equal_parts
+from agentrl.tokens.arrays import FloatArray
 from agentrl.trainers.packing import MicroBatch, micro_batches
 from agentrl.trainers.settings import TrainerSettings
 

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.distribution import install_command
+from agentrl.package.distribution import install_command
 from agentrl.placement.footprint import GRADIENTS_AT_ONCE, TrainerLayout
 from agentrl.placement.mesh import Mesh
 from agentrl.trainers.group import GroupTrainer

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
-from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
 from agentrl.cluster.processes import start_local
 from agentrl.cluster.supervised import Supervised
@@ -24,6 +23,7 @@ from agentrl.placement.mesh import ONE_RANK, Mesh
 from agentrl.placement.rows import lockstep_ratio
 from agentrl.protocols import Loss, Recovery, Trainer
 from agentrl.protocols.weight_source import SendWeights
+from agentrl.tokens.arrays import FloatArray
 from agentrl.trainers.batch_shards import (
     BatchShard,
     gather,

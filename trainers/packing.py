@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentrl.arrays import IntArray
 from agentrl.batch import TrainBatch
 from agentrl.placement.rows import Row, pack_rows
+from agentrl.tokens.arrays import IntArray
 from agentrl.trainers.compute.prefixes import (
     PrefixFamily,
     SharedPrefixes,

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.distribution import install_command
+from agentrl.package.distribution import install_command
 from agentrl.placement.footprint import Recompute, TrainerLayout
 from agentrl.settings.base import Settings
 

@@ -2,9 +2,9 @@
 
 The functions of a group's rewards raise `ValueError` on a reward that is not a finite number (a
 failed score is NaN, and must be filtered before). They return exact zeros if all rewards are equal,
-as in a group of one, or differ by rounding alone (`agentrl/arrays.py`; `scale` is that of the
-numbers which rewards are sums of, where it is larger). Numbers are divided by no other spread than
-their own, so an advantage is never larger than the root of their number.
+as in a group of one, or differ by rounding alone (`agentrl/tokens/arrays.py`; `scale` is that of
+the numbers which rewards are sums of, where it is larger). Numbers are divided by no other spread
+than their own, so an advantage is never larger than the root of their number.
 
 Dimension suffixes: G members of a group; of a batch M samples, N loss tokens and J trajectories; K
 steps of trajectories, which are tokens or turns.
@@ -19,7 +19,8 @@ from typing import Literal
 
 import numpy as np
 
-from agentrl.arrays import (
+from agentrl.protocols.algorithm import MemberAdvantage
+from agentrl.tokens.arrays import (
     ROUNDING_OF_SINGLES,
     FloatArray,
     IntArray,
@@ -28,7 +29,6 @@ from agentrl.arrays import (
     scale_of,
     settled,
 )
-from agentrl.protocols.algorithm import MemberAdvantage
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation before anything is divided by it."""

@@ -12,9 +12,9 @@ from pydantic import Field
 from agentrl.algorithms.advantages import Steps, generalized
 from agentrl.algorithms.critic_based import CriticBased
 from agentrl.algorithms.turns import after_trajectories, turns_of
-from agentrl.arrays import FloatArray, floats
 from agentrl.batch import TrainBatch
 from agentrl.protocols.algorithm import AlgorithmOffers, Estimate, LossOutput, LossTokens
+from agentrl.tokens.arrays import FloatArray, floats
 
 if TYPE_CHECKING:
     from torch import Tensor

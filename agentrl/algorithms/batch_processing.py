@@ -17,7 +17,6 @@ from typing import Any
 
 from agentrl.algorithms.advantages import normalised, numbers_in
 from agentrl.algorithms.config import BatchProcessingConfig
-from agentrl.arrays import constant, scale_of, settled
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.protocols.algorithm import (
     Algorithm,
@@ -26,6 +25,7 @@ from agentrl.protocols.algorithm import (
 )
 from agentrl.protocols.metrics import Metrics, merge_metrics
 from agentrl.protocols.state import Stateful
+from agentrl.tokens.arrays import constant, scale_of, settled
 from agentrl.trajectory import SEGMENT, Group, Score, Trajectory, Truncated, succeeded
 
 

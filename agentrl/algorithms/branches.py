@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from math import fsum
 
 from agentrl.algorithms.advantages import Comparison, Deviation, compared
-from agentrl.arrays import constant, scale_of, settled
+from agentrl.tokens.arrays import constant, scale_of, settled
 from agentrl.trajectory import Group, Trajectory
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Literal
 
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
-from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
 from agentrl.protocols.algorithm import AlgorithmOffers, MemberAdvantage
+from agentrl.tokens.arrays import FloatArray
 from agentrl.trajectory import Group
 
 

@@ -9,9 +9,9 @@ from pydantic import Field
 
 from agentrl.algorithms.advantages import leave_one_out
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
-from agentrl.arrays import floats
 from agentrl.batch import TrainBatch
 from agentrl.protocols.algorithm import AlgorithmOffers
+from agentrl.tokens.arrays import floats
 from agentrl.trajectory import Group
 
 

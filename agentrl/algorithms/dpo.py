@@ -14,9 +14,9 @@ import numpy as np
 from pydantic import Field
 
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
-from agentrl.arrays import FloatArray, above, constant, floats, ints
 from agentrl.batch import TrainBatch
 from agentrl.protocols.algorithm import AlgorithmOffers
+from agentrl.tokens.arrays import FloatArray, above, constant, floats, ints
 from agentrl.trajectory import Group
 
 Pairing = Literal["best_worst", "all"]

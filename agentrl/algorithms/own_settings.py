@@ -8,9 +8,9 @@ for some advantages.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agentrl.arrays import floats, ints
 from agentrl.protocols.algorithm import Algorithm, AlgorithmOffers, MemberAdvantage
 from agentrl.settings.base import Settings
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
 
 _REWARDS: Sequence[Sequence[Sequence[float]]] = (

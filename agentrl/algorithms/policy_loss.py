@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from agentrl.algorithms.surrogates import SURROGATES, SurrogateSettings
-from agentrl.arrays import FloatArray, floats
 from agentrl.batch import TrainBatch
 from agentrl.protocols.algorithm import AlgorithmOffers, LossOutput, LossTokens, MemberAdvantage
+from agentrl.tokens.arrays import FloatArray, floats
 from agentrl.trajectory import Failed, Group
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from agentrl.algorithms.policy_loss import scored
-from agentrl.arrays import above, at_least, scale_of
 from agentrl.batch import TrainBatch
 from agentrl.protocols.algorithm import AlgorithmOffers, LossOutput, LossTokens
 from agentrl.settings.base import Settings
+from agentrl.tokens.arrays import above, at_least, scale_of
 from agentrl.trajectory import Group, succeeded
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentrl.arrays import FloatArray, IntArray, MaskArray, floats, ints
 from agentrl.batch import TrainBatch
+from agentrl.tokens.arrays import FloatArray, IntArray, MaskArray, floats, ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from math import sqrt
 import numpy as np
 
 from agentrl import plugins
-from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
 from agentrl.config.run_config import RunConfig
 from agentrl.conversation.renderer import TemplateRenderer
@@ -34,6 +33,7 @@ from agentrl.protocols import (
     Renderer,
     Trainer,
 )
+from agentrl.tokens.arrays import FloatArray
 from agentrl.trajectory import Group, Message, Trajectory, unshared
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from agentrl.encoded_image import EncodedImage
 from agentrl.errors import ConfigError
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
@@ -19,6 +18,7 @@ from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import ScriptedPlayer
 from agentrl.rollout.agents import SINGLE_AGENT, agents_in, earnings, next_agent, system_prompt_in
 from agentrl.rollout.seeds import derive_seed
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import Message, ToolCall
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl.expert_choices import ChosenExperts
+from agentrl.tokens.expert_choices import ChosenExperts
 from agentrl.trajectory import Completion
 
 

@@ -18,8 +18,8 @@ from agentrl.cluster.ray_node import RayNode, watched
 from agentrl.cluster.ray_placement import RayPlacement, Unplaced, gpus_of_ray, node_of, reserved
 from agentrl.cluster.ray_receivers import RayReceivers
 from agentrl.cluster.workers import ClusterSettings, EngineFactory, StartWorker
-from agentrl.distribution import install_command
 from agentrl.errors import ConfigError, StallError
+from agentrl.package.distribution import install_command
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.inventory import Inventory
 from agentrl.placement.probe import probe_machine

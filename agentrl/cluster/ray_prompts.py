@@ -11,8 +11,8 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from agentrl.arrays import GrowingInts
-from agentrl.placed_images import PlacedImage, images_from, shifted
+from agentrl.tokens.arrays import GrowingInts
+from agentrl.tokens.placed_images import PlacedImage, images_from, shifted
 
 if TYPE_CHECKING:
     from agentrl.protocols import GenerateRequest

@@ -31,8 +31,8 @@ from typing import Any, Literal, NamedTuple
 
 from agentrl.conversation.control_tokens import bare
 from agentrl.conversation.placing import Places, place_messages
-from agentrl.encoded_image import EncodedImage
 from agentrl.errors import ConfigError
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import Message, ToolCall
 
 _MARK, _NEW_MARK, _NAME_MARK = "xqAnswerMark", "xqMessageMark", "xq_tool_mark"

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeGuard, get_args
 
-from agentrl.encoded_image import EncodedImage
 from agentrl.errors import EnvError
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import Message, Role, ToolCall
 
 _ROLES: Mapping[str, Role] = {

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from agentrl.arrays import IntArray
-from agentrl.encoded_image import EncodedImage
 from agentrl.errors import ConfigError, ImagesRefusedError
-from agentrl.placed_images import PlacedImage
+from agentrl.tokens.arrays import IntArray
+from agentrl.tokens.encoded_image import EncodedImage
+from agentrl.tokens.placed_images import PlacedImage
 
 FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 """The families whose pictures can be rendered, by `model_type` of their configs."""

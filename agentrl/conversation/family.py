@@ -14,11 +14,11 @@ from functools import partial
 from io import StringIO
 from typing import Any
 
-from agentrl.arrays import IntArray, ints
 from agentrl.conversation.harmony import read_harmony
 from agentrl.conversation.library_formats import calls_in
 from agentrl.conversation.reading import Reading
 from agentrl.errors import ConfigError
+from agentrl.tokens.arrays import IntArray, ints
 from agentrl.trajectory import Message, ToolCall
 
 _TOOL: Mapping[str, Any] = {

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from agentrl.encoded_image import EncodedImage
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import Message
 
 

@@ -24,7 +24,6 @@ from types import MethodType
 from typing import Any, Protocol
 
 from agentrl import plugins
-from agentrl.arrays import GrowingInts, IntArray, ints
 from agentrl.conversation.chat_template import ChatTemplate, not_in
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.control_tokens import GUARD, ControlTokens, bare, extra_tokens
@@ -52,8 +51,9 @@ from agentrl.conversation.tool_formats import (
 )
 from agentrl.errors import ConfigError, ImagesRefusedError
 from agentrl.models.tokenizer import load_tokenizer
-from agentrl.placed_images import PlacedImage, shifted
 from agentrl.protocols import Prompt
+from agentrl.tokens.arrays import GrowingInts, IntArray, ints
+from agentrl.tokens.placed_images import PlacedImage, shifted
 from agentrl.trajectory import Completion, Message, ToolCall
 
 logger = logging.getLogger(__name__)

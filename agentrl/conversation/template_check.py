@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.arrays import IntArray, ints
 from agentrl.conversation.reading import Marks
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.conversation.tool_calls import parse_tool_calls
 from agentrl.conversation.tool_formats import PROBE_CALL
 from agentrl.errors import ConfigError
+from agentrl.tokens.arrays import IntArray, ints
 from agentrl.trajectory import Completion, Message, ToolCall
 
 _TOOL: Mapping[str, Any] = {

@@ -18,8 +18,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import agentrl
-from agentrl.distribution import DISTRIBUTION
 from agentrl.errors import ConfigError
+from agentrl.package.distribution import DISTRIBUTION
 from agentrl.placement.devices import Gpu, usable_cores, usable_memory
 from agentrl.placement.probe import AskGpus, ask_gpus, has_driver
 

@@ -8,10 +8,10 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from agentrl.config.run_config import RunConfig
-from agentrl.distribution import install_command
 from agentrl.doctor.diagnosis import Diagnosis
 from agentrl.doctor.machine import Disk, InstalledCopy, MachineFacts
 from agentrl.errors import ConfigError
+from agentrl.package.distribution import install_command
 from agentrl.planner.run_facts import model_of
 
 GIB = 2**30

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field
 
-from agentrl.arrays import IntArray, Ragged, floats, ints
 from agentrl.engines.admission import (
     KvOnUpdate,
     check_score,
@@ -37,7 +36,6 @@ from agentrl.engines.slots import (
 )
 from agentrl.engines.stop_texts import FolderTokenizer, StopTexts
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
-from agentrl.expert_choices import ExpertChoices
 from agentrl.flow import expect_long_callback, run_to_completion
 from agentrl.models.source import here
 from agentrl.placement.devices import DeviceKind
@@ -52,6 +50,8 @@ from agentrl.protocols import (
 )
 from agentrl.settings.base import Settings
 from agentrl.settings.precision import EngineDtype, resolve_dtype
+from agentrl.tokens.arrays import IntArray, Ragged, floats, ints
+from agentrl.tokens.expert_choices import ExpertChoices
 from agentrl.trajectory import Completion, FinishReason
 from agentrl.weights.shipment import Reader, Shipment, shipment_of
 

@@ -22,7 +22,6 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import to_json
 
-from agentrl.arrays import floats, ints
 from agentrl.engines.admission import max_new_tokens
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.net.http_client import proxy_note
@@ -31,6 +30,7 @@ from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import Engine, EngineStats, GenerateRequest
 from agentrl.settings.base import Settings
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import Completion
 
 if TYPE_CHECKING:

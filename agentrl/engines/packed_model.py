@@ -25,11 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from agentrl.arrays import FloatArray, IntArray, floats, ints
 from agentrl.engines.sampling import Sampler, Truncation, noise_keys
 from agentrl.engines.seen_pictures import SeenPictures
 from agentrl.errors import EngineError
-from agentrl.expert_choices import ChosenExperts
 from agentrl.models.attention_check import (
     Windows,
     check_attention,
@@ -49,9 +47,11 @@ from agentrl.models.vision import (
     sees,
 )
 from agentrl.models.weight_names import WeightNames
-from agentrl.placed_images import PlacedImage
 from agentrl.protocols import ScoreRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import FloatArray, IntArray, floats, ints
+from agentrl.tokens.expert_choices import ChosenExperts
+from agentrl.tokens.placed_images import PlacedImage
 from agentrl.weights.low_rank import LowRank, low_rank_of
 from agentrl.weights.shipment import shipment_of
 

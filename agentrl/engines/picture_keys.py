@@ -3,8 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from agentrl.arrays import IntArray, ints
-from agentrl.placed_images import PlacedImage
+from agentrl.tokens.arrays import IntArray, ints
+from agentrl.tokens.placed_images import PlacedImage
 
 _PICTURES = 1 << 16
 """Pictures whose numbers are remembered; one that is forgotten gets another, and nothing cached of

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from agentrl.encoded_image import EncodedImage
 from agentrl.models.vision import PictureFeatures, PictureInputs, Vision
+from agentrl.tokens.encoded_image import EncodedImage
 
 _ROWS = 1 << 16
 """Rows of features that are kept; those of the picture shown longest ago are dropped first."""

@@ -7,7 +7,7 @@ computed it there.
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.expert_choices import UNKNOWN, ChosenExperts
+from agentrl.tokens.expert_choices import UNKNOWN, ChosenExperts
 
 _ROOM = 256
 """Tokens that a slot has room for at first."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.arrays import GrowingInts, IntArray
+from agentrl.tokens.arrays import GrowingInts, IntArray
 
 Slot = int
 PrefixHashes = npt.NDArray[np.uint64]

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
-from agentrl.arrays import FloatArray, Ragged, floats, ints
 from agentrl.engines.admission import check_score, effective_kv_on_update, max_new_tokens
 from agentrl.engines.heartbeat import Heartbeat
 from agentrl.engines.kv_chains import Chain, KvChains
@@ -26,7 +25,6 @@ from agentrl.engines.vllm_names import TESTED_MINOR
 from agentrl.engines.vllm_settings import DRIVER_PID, INSTALL_HINT, VllmSettings
 from agentrl.engines.vllm_start import VllmStart
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, FormatError, WeightsError
-from agentrl.expert_choices import ExpertChoices
 from agentrl.models.source import here
 from agentrl.protocols import (
     AnswerFormat,
@@ -38,6 +36,8 @@ from agentrl.protocols import (
     Scores,
 )
 from agentrl.rollout.continuation import joined, rest_of
+from agentrl.tokens.arrays import FloatArray, Ragged, floats, ints
+from agentrl.tokens.expert_choices import ExpertChoices
 from agentrl.trajectory import Completion, FinishReason
 from agentrl.weights.bundle import weight_shapes
 from agentrl.weights.low_rank import low_rank_of

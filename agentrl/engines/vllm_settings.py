@@ -5,12 +5,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from agentrl.distribution import install_command
 from agentrl.engines.admission import KvOnUpdate
 from agentrl.engines.speculation import SpeculativeSettings
 from agentrl.engines.vllm_args import argument_problems, typed_arguments
 from agentrl.errors import ConfigError
 from agentrl.models.source import description_folder
+from agentrl.package.distribution import install_command
 from agentrl.placement.devices import GIB, DeviceKind
 from agentrl.placement.footprint import EngineLayout
 from agentrl.settings.base import Settings

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-from agentrl.arrays import ROUNDING_OF_SINGLES, FloatArray, constant
 from agentrl.batch import TrainBatch
 from agentrl.estimation.episode_buffer import EpisodeBuffer
 from agentrl.estimation.teacher import Teacher
@@ -30,6 +29,7 @@ from agentrl.protocols import (
     Estimate,
     Trainer,
 )
+from agentrl.tokens.arrays import ROUNDING_OF_SINGLES, FloatArray, constant
 from agentrl.trajectory import Group
 
 CRITIC_FOLDER = "critic"

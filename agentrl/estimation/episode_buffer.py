@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.arrays import Ragged
 from agentrl.batch import TrainBatch, columns, filled_column
 from agentrl.errors import CheckpointError, TrainingError
+from agentrl.tokens.arrays import Ragged
 
 REPLAY_FOLDER = "replay"
 """The folder of a checkpoint that has the kept episodes."""

@@ -12,12 +12,12 @@ from typing import Annotated, Any, Self
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
-from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
 from agentrl.errors import EngineError, LethalRequestError
 from agentrl.flow import Flow, deadline
 from agentrl.protocols import Engine, ScoreRequest, clock_of
 from agentrl.settings.base import Settings
+from agentrl.tokens.arrays import FloatArray
 
 
 def _named(value: Any) -> Any:

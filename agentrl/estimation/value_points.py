@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentrl.arrays import FloatArray, MaskArray, Ragged
 from agentrl.batch import TrainBatch
+from agentrl.tokens.arrays import FloatArray, MaskArray, Ragged
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from agentrl.arrays import IntArray, ints
 from agentrl.protocols import AnswerFormat
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import IntArray, ints
 from agentrl.trajectory import Completion, Message, ToolCall
 
 CallKind = Literal["start", "extension", "branch", "retry", "subagent", "compaction", "edit"]

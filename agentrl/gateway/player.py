@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from agentrl.arrays import floats, ints
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import RAISED_BY_CODE, EngineError, describe, is_cancellation
 from agentrl.protocols import Engine, EngineStats, GenerateRequest
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import Completion
 
 if TYPE_CHECKING:

@@ -38,7 +38,6 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
 from agentrl.flow import Flow
 from agentrl.gateway.anthropic_messages import COUNTED, MESSAGES
@@ -53,6 +52,7 @@ from agentrl.gateway.remote_agents import RemoteAgents
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.gateway.wire import WireProtocol, WireRequest, invalid
+from agentrl.package.distribution import install_command
 from agentrl.remote.gate import RequestGate, idle_timeout
 from agentrl.remote.http_server import check_reach, url_of
 

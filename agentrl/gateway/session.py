@@ -14,7 +14,6 @@ from hashlib import blake2b
 from math import isfinite
 from typing import Any
 
-from agentrl.arrays import IntArray
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.conversation.tool_calls import parse_tool_calls
 from agentrl.errors import (
@@ -34,6 +33,7 @@ from agentrl.protocols import Prompt
 from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.rollout.runner import Episode
 from agentrl.rollout.seeds import derive_seed
+from agentrl.tokens.arrays import IntArray
 from agentrl.trajectory import Message, ToolCall
 
 logger = logging.getLogger(__name__)

@@ -22,10 +22,10 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import agentrl
-from agentrl.distribution import DISTRIBUTION
 from agentrl.errors import ConfigError
 from agentrl.files.caches import cache_folder
 from agentrl.files.file_lock import locked
+from agentrl.package.distribution import DISTRIBUTION
 
 logger = logging.getLogger(__name__)
 

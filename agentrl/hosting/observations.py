@@ -11,9 +11,9 @@ import binascii
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.encoded_image import EncodedImage
 from agentrl.errors import EnvError, ImageError
 from agentrl.protocols.env import Observation
+from agentrl.tokens.encoded_image import EncodedImage
 
 IMAGES = "observation_images"
 """The key of an info with the pictures of the observation, as a list of base64. An environment may

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from agentrl.arrays import IntArray
-from agentrl.encoded_image import EncodedImage
 from agentrl.errors import ConfigError
 from agentrl.models.optional_fields import optional_field
-from agentrl.placed_images import PlacedImage
+from agentrl.tokens.arrays import IntArray
+from agentrl.tokens.encoded_image import EncodedImage
+from agentrl.tokens.placed_images import PlacedImage
 
 if TYPE_CHECKING:
     from torch import Tensor

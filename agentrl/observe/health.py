@@ -10,9 +10,9 @@ from itertools import combinations
 
 import numpy as np
 
-from agentrl.arrays import ROUNDING, FloatArray, IntArray, constant, scale_of
 from agentrl.batch import TrainBatch
 from agentrl.observe.samples import TrainedBatch
+from agentrl.tokens.arrays import ROUNDING, FloatArray, IntArray, constant, scale_of
 from agentrl.trajectory import Group, columns_of
 
 _WINDOW = 8

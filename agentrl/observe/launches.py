@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from agentrl.distribution import installed_version
+from agentrl.package.distribution import installed_version
 
 FILE = "launches.jsonl"
 _GIT_SECONDS = 5.0

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from agentrl.algorithms.samples import TracedBatch
-from agentrl.arrays import IntArray
 from agentrl.errors import StorageError
 from agentrl.files.durable import write_whole
+from agentrl.tokens.arrays import IntArray
 from agentrl.trajectory import Group, Score, Trajectory, Unscored, columns_of, succeeded
 
 _TASKS = 4

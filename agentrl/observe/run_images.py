@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.encoded_image import EncodedImage
 from agentrl.errors import ConfigError, ImageError
 from agentrl.files.durable import unfinished
+from agentrl.tokens.encoded_image import EncodedImage
 
 _NAME = re.compile(r"[0-9a-f]{64}\.(png|jpg)")
 

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agentrl.algorithms.samples import SampleOrigin
-from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
+from agentrl.tokens.arrays import FloatArray
 
 SAMPLES_SCHEMA = pa.schema(
     [

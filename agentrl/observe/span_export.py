@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
 from agentrl.flow import Span
+from agentrl.package.distribution import install_command
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer

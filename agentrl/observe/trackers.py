@@ -14,8 +14,8 @@ from typing import Any, Self
 from urllib.parse import urlparse
 from uuid import uuid4
 
-from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
+from agentrl.package.distribution import install_command
 from agentrl.protocols import EpisodeSample, HowEnded
 from agentrl.settings.base import Settings
 

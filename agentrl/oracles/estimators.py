@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.samples import samples_of
-from agentrl.arrays import FloatArray, floats, ints
 from agentrl.batch import TrainBatch, collate
 from agentrl.engines.sampling import Truncation, truncated
 from agentrl.estimation.value_points import Questions, questions
@@ -44,6 +43,7 @@ from agentrl.oracles.problems import (
 )
 from agentrl.protocols import ActorCritic, Algorithm, AlgorithmOffers, LossTokens
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import FloatArray, floats, ints
 from agentrl.trajectory import (
     BranchPoint,
     Completion,

@@ -11,12 +11,12 @@ from math import fsum
 
 import numpy as np
 
-from agentrl.arrays import IntArray, floats, ints
 from agentrl.batch import collate, to_samples
 from agentrl.conversation.context import FULL, ContextPolicy
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.protocols import Question, Trainer
+from agentrl.tokens.arrays import IntArray, floats, ints
 from agentrl.trajectory import Completion, Message, Task, Terminated, Trajectory, Turn
 
 MAX_SPELLINGS = 4096

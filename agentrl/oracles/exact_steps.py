@@ -23,12 +23,12 @@ from torch import Tensor
 from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.policy_loss import PolicyAlgorithm
 from agentrl.algorithms.samples import traced_batch_of
-from agentrl.arrays import ints
 from agentrl.batch import TrainBatch
 from agentrl.errors import TrainingError
 from agentrl.oracles.estimators import START, Oracle, Path, with_advantages
 from agentrl.oracles.problems import Action, Decision, Result, all_decisions
 from agentrl.protocols import ActorCritic, Algorithm, LossTokens, uses_entropy
+from agentrl.tokens.arrays import ints
 from agentrl.trajectory import SEGMENT, Group, Score, Task, Trajectory, Turn
 
 T = TypeVar("T")

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
 from agentrl.protocols.offers import Offers
+from agentrl.tokens.arrays import FloatArray
 from agentrl.trajectory import Group
 
 if TYPE_CHECKING:

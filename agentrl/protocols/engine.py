@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from operator import index
 from typing import TYPE_CHECKING, Protocol, Self
 
-from agentrl.arrays import FloatArray, IntArray, ints, same_fields
 from agentrl.errors import ConfigError, EngineError
 from agentrl.flow.pausable_clock import PausableClock
-from agentrl.placed_images import PlacedImage, check_placed
 from agentrl.protocols.offers import Offers
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import FloatArray, IntArray, ints, same_fields
+from agentrl.tokens.placed_images import PlacedImage, check_placed
 from agentrl.trajectory import Completion
 
 if TYPE_CHECKING:

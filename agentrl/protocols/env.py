@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from agentrl.encoded_image import EncodedImage
 from agentrl.settings.base import Settings
+from agentrl.tokens.encoded_image import EncodedImage
 
 
 @dataclass(frozen=True, slots=True)

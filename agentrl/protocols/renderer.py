@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from agentrl.arrays import IntArray, same_fields
-from agentrl.placed_images import PlacedImage, images_from, shifted
+from agentrl.tokens.arrays import IntArray, same_fields
+from agentrl.tokens.placed_images import PlacedImage, images_from, shifted
 from agentrl.trajectory import Completion, Message
 
 

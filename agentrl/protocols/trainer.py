@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
-from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
 from agentrl.errors import ConfigError
 from agentrl.flow.completion import run_to_completion
 from agentrl.protocols.algorithm import Loss
 from agentrl.protocols.weight_source import SendWeights, WholeWeights
+from agentrl.tokens.arrays import FloatArray
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agentrl.arrays import floats, ints
 from agentrl.assembly.players import engine_policy, env_host
 from agentrl.assembly.policy import assemble_rollouts
 from agentrl.assembly.rollouts import reward_of
@@ -29,6 +28,7 @@ from agentrl.rollout.episode import EnvEpisodeRunner, Policy
 from agentrl.rollout.member import Member, MemberResult
 from agentrl.rollout.runner import Episode
 from agentrl.rollout.seeds import derive_seed
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import Completion, Failed, Message, Trajectory
 
 _PATIENCE = 7 * 86400.0

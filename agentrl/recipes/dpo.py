@@ -19,7 +19,6 @@ import numpy as np
 from pydantic import Field
 
 from agentrl.algorithms.dpo import OnlineDpo
-from agentrl.arrays import FloatArray, floats
 from agentrl.assembly.devices import open_cluster
 from agentrl.assembly.trainers import make_trainer
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
@@ -43,6 +42,7 @@ from agentrl.recipes.written_conversation import trajectory_from_messages
 from agentrl.rollout.seeds import derive_seed
 from agentrl.runs.run import Run
 from agentrl.settings.base import COLDEST, Settings
+from agentrl.tokens.arrays import FloatArray, floats
 
 Pair = tuple[Sequence[TrainingSample], Sequence[TrainingSample]]
 """The samples of the chosen and of the rejected conversation."""

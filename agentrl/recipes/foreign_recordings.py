@@ -17,13 +17,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 
-from agentrl.arrays import floats, ints
 from agentrl.conversation.chats import is_chat, read_chat
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.recipes.written_conversation import trajectory_from_messages
 from agentrl.tasks.columns import format_names
 from agentrl.tasks.rows import BadRowError, rows_of, sources
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import (
     Completion,
     Message,

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils import logging
 
 from agentrl.algorithms.bradley_terry import preference_losses
-from agentrl.arrays import IntArray
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.recipes.preferences import PreferencesConfig
+from agentrl.tokens.arrays import IntArray
 
 Pair = tuple[IntArray, IntArray]
 """The tokens of the chosen and of the rejected conversation."""

@@ -13,13 +13,13 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
-from agentrl.arrays import constant
 from agentrl.conversation.chats import is_chat, read_chat
 from agentrl.errors import ConfigError
 from agentrl.recipes.recordings import Recorded, read_recordings
 from agentrl.settings.base import Settings
 from agentrl.tasks.columns import column, format_names
 from agentrl.tasks.rows import BadRowError, rows_of, sources
+from agentrl.tokens.arrays import constant
 from agentrl.trajectory import Message, Role, Trajectory
 
 T = TypeVar("T")

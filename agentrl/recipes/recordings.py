@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from agentrl.arrays import floats, ints
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.observe.run_images import RunImages
-from agentrl.placed_images import PlacedImage
 from agentrl.recipes.foreign_recordings import read_foreign_recordings, rollout_files
 from agentrl.settings.base import COLDEST, Settings
 from agentrl.tasks.saved_rows import saved_rows
+from agentrl.tokens.arrays import floats, ints
+from agentrl.tokens.placed_images import PlacedImage
 from agentrl.trajectory import (
     SEGMENT,
     Completion,

@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from agentrl.arrays import constant
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.files.durable import unfinished
@@ -24,6 +23,7 @@ from agentrl.scoring.build import build_pipeline
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.tasks.saved_rows import saved_rows
+from agentrl.tokens.arrays import constant
 from agentrl.trajectory import (
     SEGMENT,
     Failed,

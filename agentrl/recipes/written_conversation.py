@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.arrays import IntArray, floats, ints
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
+from agentrl.tokens.arrays import IntArray, floats, ints
 from agentrl.trajectory import Completion, FinishReason, Message, Task, Terminated, Trajectory, Turn
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from agentrl.arrays import floats
 from agentrl.errors import EngineError
 from agentrl.protocols import GenerateRequest
+from agentrl.tokens.arrays import floats
 from agentrl.trajectory import Completion
 
 _MOST_IDS = int(np.iinfo(np.int32).max)

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from agentrl.arrays import Ragged
-from agentrl.expert_choices import ExpertChoices
 from agentrl.protocols import GenerateRequest
 from agentrl.rollout.seeds import derive_seed
+from agentrl.tokens.arrays import Ragged
+from agentrl.tokens.expert_choices import ExpertChoices
 from agentrl.trajectory import Completion
 
 

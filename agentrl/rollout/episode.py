@@ -14,11 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from agentrl.arrays import IntArray, floats, ints
 from agentrl.conversation.chats import opening
 from agentrl.conversation.context import FULL, ContextPolicy
 from agentrl.conversation.renderer import TemplateRenderer
-from agentrl.encoded_image import EncodedImage
 from agentrl.errors import ConfigError, EnvError, RolloutError
 from agentrl.flow import Turnstile, deadline, elapsed
 from agentrl.hosting.beginnings import Beginning
@@ -27,7 +25,6 @@ from agentrl.hosting.live_env import LiveEnv
 from agentrl.hosting.observations import images_taken
 from agentrl.hosting.pictures import taken
 from agentrl.hosting.pool import EnvPool
-from agentrl.placed_images import PlacedImage
 from agentrl.protocols import (
     Conversation,
     Prompt,
@@ -54,6 +51,9 @@ from agentrl.rollout.branches import BranchPlan, BranchStart
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.runner import Episode
 from agentrl.rollout.seeds import derive_seed
+from agentrl.tokens.arrays import IntArray, floats, ints
+from agentrl.tokens.encoded_image import EncodedImage
+from agentrl.tokens.placed_images import PlacedImage
 from agentrl.trajectory import (
     SEGMENT,
     Completion,

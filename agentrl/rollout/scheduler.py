@@ -20,7 +20,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
-from agentrl.arrays import constant
 from agentrl.errors import DeadlineError, FilterBudgetError, RetriesExhaustedError, StalenessError
 from agentrl.flow import Channel, EventLog, Flow
 from agentrl.ledger.ledger import Ledger
@@ -49,6 +48,7 @@ from agentrl.rollout.staleness import Ticket
 from agentrl.rollout.token_budget import TokenBudget
 from agentrl.rollout.watchdog import watch
 from agentrl.scoring.pipeline import RewardPipeline
+from agentrl.tokens.arrays import constant
 from agentrl.trajectory import Group, Score, Task, Trajectory, staleness
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ controller, or in a process of its own.
     Recorder ── episodes, as arrays and bytes ─▶ Scribe ─▶ trajectories/, untrained/
              ◀──────────────── metrics ────────────┘
 
-Episodes of rollout workers arrive unopened (`agentrl/sealed_turns.py`). Who writes them opens them,
-which would cost the controller by turn; its own process has a core of its own.
+Episodes of rollout workers arrive unopened (`agentrl/tokens/sealed_turns.py`). Who writes them
+opens them, which would cost the controller by turn; its own process has a core of its own.
 """
 
 import asyncio

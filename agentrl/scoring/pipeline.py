@@ -13,7 +13,6 @@ from itertools import zip_longest
 from types import FunctionType, MappingProxyType
 from typing import Any, Self
 
-from agentrl.arrays import settled
 from agentrl.errors import RAISED_BY_CODE, ConfigError, RewardError, describe, is_cancellation
 from agentrl.flow import Flow, Retries, deadline, span
 from agentrl.protocols.metrics import Metrics, merge_metrics
@@ -21,6 +20,7 @@ from agentrl.protocols.reward import GroupReward, Reward, RewardOffers
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.returned import finite, own_metrics, turn_rewards
 from agentrl.scoring.rule_pool import RulePool
+from agentrl.tokens.arrays import settled
 from agentrl.trajectory import Failed, Score, Scored, Trajectory, Unscored
 
 logger = logging.getLogger(__name__)

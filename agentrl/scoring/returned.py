@@ -9,9 +9,9 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from agentrl.arrays import dimensions_of
 from agentrl.errors import ScoreError
 from agentrl.settings.base import LARGEST
+from agentrl.tokens.arrays import dimensions_of
 from agentrl.trajectory import Failed, Score
 
 

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
 
-from agentrl.arrays import floats
 from agentrl.engines.admission import effective_kv_on_update, max_new_tokens
 from agentrl.engines.kv_chains import goes_on
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.protocols import Engine, EngineStats, GenerateRequest
 from agentrl.simulate.config import SimulatedEngineConfig
 from agentrl.simulate.latency import Latency
+from agentrl.tokens.arrays import floats
 from agentrl.trajectory import Completion, FinishReason
 
 if TYPE_CHECKING:

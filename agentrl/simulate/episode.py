@@ -8,12 +8,12 @@ from random import Random
 
 import numpy as np
 
-from agentrl.arrays import floats, ints
 from agentrl.errors import DeadlineError
 from agentrl.flow import deadline, now
 from agentrl.rollout.assignment import Assignment, Report, ignore_reports
 from agentrl.simulate.engine import FILLER
 from agentrl.simulate.latency import Latency
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import Completion, Failed, Terminated, Trajectory, Turn
 
 _POPULATION = 1 << 16

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.arrays import IntArray, ints
 from agentrl.protocols import Prompt
 from agentrl.simulate.engine import END, FILLER
+from agentrl.tokens.arrays import IntArray, ints
 from agentrl.trajectory import Completion, Message
 
 

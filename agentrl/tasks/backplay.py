@@ -23,13 +23,13 @@ from typing import Any
 
 from pydantic import Field
 
-from agentrl.arrays import at_least
 from agentrl.conversation.chats import as_json
 from agentrl.errors import ConfigError
 from agentrl.hosting.beginnings import BEGIN, Beginning, GivenTurn
 from agentrl.rollout.seeds import derive_seed
 from agentrl.settings.base import Settings
 from agentrl.tasks.saved_rows import saved_rows
+from agentrl.tokens.arrays import at_least
 from agentrl.trajectory import SEGMENT, Message, Task, ToolCall
 
 

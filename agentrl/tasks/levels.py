@@ -10,11 +10,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.arrays import at_least
 from agentrl.plugins import NoSettings
 from agentrl.rollout.seeds import derive_seed
 from agentrl.settings.base import Settings
 from agentrl.tasks.seeded import SeededTasks
+from agentrl.tokens.arrays import at_least
 from agentrl.trajectory import Task
 
 

@@ -9,9 +9,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.arrays import at_least, scale_of
 from agentrl.rollout.seeds import derive_seed
 from agentrl.tasks.dataset import DatasetSettings, DatasetTasks
+from agentrl.tokens.arrays import at_least, scale_of
 from agentrl.trajectory import Task
 
 Pool = Literal["easy", "normal", "hard"]

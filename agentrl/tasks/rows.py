@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from pydantic_core import from_json
 
-from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
+from agentrl.package.distribution import install_command
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -4,7 +4,7 @@ with. Each name is loaded when it is first used.
 
 from typing import TYPE_CHECKING
 
-from agentrl.lazy_names import home_of, lazy_names
+from agentrl.package.lazy_names import home_of, lazy_names
 
 if TYPE_CHECKING:
     from agentrl.oracles.estimators import Oracle as Oracle

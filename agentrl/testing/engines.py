@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.arrays import IntArray, Ragged, floats, ints
 from agentrl.conversation.renderer import Tokenizer
 from agentrl.engines.admission import check_score, max_new_tokens
 from agentrl.engines.stop_texts import StopTexts
@@ -27,6 +26,7 @@ from agentrl.protocols import (
     Scores,
 )
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import IntArray, Ragged, floats, ints
 from agentrl.trajectory import Completion, FinishReason
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import traced_batch_of
-from agentrl.arrays import floats, ints
-from agentrl.encoded_image import EncodedImage
 from agentrl.ledger.ledger import Ledger
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
 from agentrl.observe.trajectories import write_trajectories
+from agentrl.tokens.arrays import floats, ints
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import (
     BranchPoint,
     Completion,

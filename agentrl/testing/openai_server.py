@@ -13,10 +13,10 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
-from agentrl.arrays import ints
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.protocols import Engine, GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import ints
 from agentrl.trajectory import Completion
 
 MODEL = "served"

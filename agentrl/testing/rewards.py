@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.arrays import floats, ints
 from agentrl.errors import (
     RAISED_BY_CODE,
     ConformanceError,
@@ -24,6 +23,7 @@ from agentrl.scoring.part import Ask, RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.returned import own_metrics
 from agentrl.scoring.rule_pool import RulePool
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import (
     Completion,
     Failed,

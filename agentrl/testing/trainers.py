@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.func import functional_call
 
 from agentrl.algorithms.grpo import Grpo
-from agentrl.arrays import FloatArray, IntArray, Ragged, floats, ints, mask
 from agentrl.batch import TrainBatch, TrainingSample, collate, equal_parts
 from agentrl.errors import ConformanceError, TrainingError
 from agentrl.models.weight_names import WeightNames
 from agentrl.protocols import Loss, LossTokens, Trainer
+from agentrl.tokens.arrays import FloatArray, IntArray, Ragged, floats, ints, mask
 from agentrl.weights.bundle import BundlePlace
 from agentrl.weights.low_rank import Factors, LowRank
 from agentrl.weights.transports.files import WriteBuckets, bundle_of

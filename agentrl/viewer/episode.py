@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from agentrl.arrays import constant
 from agentrl.errors import ConfigError
 from agentrl.ledger.ledger import read_ledger
 from agentrl.ledger.report import explain
 from agentrl.observe.reports import HELD_OUT
 from agentrl.observe.run_images import RunImages, named_images
+from agentrl.tokens.arrays import constant
 from agentrl.viewer.episodes import KINDS, EpisodeIndex
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.lineage import parents

@@ -15,10 +15,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agentrl.distribution import installed_version
 from agentrl.errors import ConfigError
 from agentrl.files.durable import unfinished, write_whole
 from agentrl.observe.run_images import named_images
+from agentrl.package.distribution import installed_version
 from agentrl.trajectory import Message
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import KINDS, EpisodeIndex, EpisodeQuery

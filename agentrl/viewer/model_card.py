@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.distribution import installed_version
 from agentrl.files.durable import write_whole
 from agentrl.models.base_model import CARD, BaseModel, base_model_of
 from agentrl.observe.curve import draw_curve
+from agentrl.package.distribution import installed_version
 from agentrl.settings.yaml_values import in_yaml, read_yaml, to_yaml, value_of
 from agentrl.viewer.evaluation_table import evaluation_table
 from agentrl.viewer.folders import RunFolder

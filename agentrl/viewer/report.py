@@ -16,10 +16,10 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from agentrl.distribution import installed_version
 from agentrl.errors import ConfigError
 from agentrl.files.durable import write_whole
 from agentrl.ledger.ledger import read_ledger
+from agentrl.package.distribution import installed_version
 from agentrl.settings.yaml_values import in_yaml
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.arrays import floats, ints, mask
 from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.engines.local import LocalEngine
 from agentrl.models.facts import model_facts
 from agentrl.protocols import Engine, GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import floats, ints, mask
 from agentrl.trainers.local import LocalTrainer
 from agentrl.trajectory import Completion
 from agentrl.weights.config import WeightsConfig

@@ -17,12 +17,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.algorithms.grpo import Grpo
-from agentrl.arrays import floats, ints, mask
 from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.models.facts import PUBLISHED, ModelFacts, model_facts
 from agentrl.placement.footprint import USABLE_SHARE, Footprint, trainer_footprint
 from agentrl.placement.mesh import ONE_RANK
 from agentrl.protocols import Loss
+from agentrl.tokens.arrays import floats, ints, mask
 from agentrl.trainers.batch_shards import BatchShard, gather, shard_batch
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.local import LocalTrainer

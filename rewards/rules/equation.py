@@ -4,8 +4,8 @@ import logging
 import re
 from typing import Any
 
-from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
+from agentrl.package.distribution import install_command
 from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
 from agentrl.rewards.rules.final_answer import answer_part, final_answer, in_dollars
 from agentrl.rewards.rules.notation import exact_number, plain, without_exponents

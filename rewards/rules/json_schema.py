@@ -6,8 +6,8 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
+from agentrl.package.distribution import install_command
 from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
 from agentrl.trajectory import Task
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from agentrl.algorithms.advantages import group_mean, group_std, leave_one_out, whitened
-from agentrl.arrays import FloatArray, floats
+from agentrl.tokens.arrays import FloatArray, floats
 
 REWARDS = np.array([1.0, 0.4, 0.0])
 TOKENS = np.array([2, 5, 12])

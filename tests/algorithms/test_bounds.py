@@ -24,7 +24,7 @@ from agentrl.algorithms.gigpo import Gigpo
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.named import CISPO, GSPO, SAPO
 from agentrl.algorithms.reinforce import ReinforcePlusPlus, ReturnBatchNorm
-from agentrl.arrays import floats
+from agentrl.tokens.arrays import floats
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
 from tests.properties import examples
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from agentrl.algorithms.dpo import OnlineDpo, RankedPair, batch_of_pairs, ranked_pairs
 from agentrl.algorithms.samples import samples_of
-from agentrl.arrays import floats
 from agentrl.batch import TrainBatch, collate
 from agentrl.oracles.estimators import Oracle, bandit, chain
+from agentrl.tokens.arrays import floats
 from tests.properties import examples
 
 

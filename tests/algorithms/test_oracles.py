@@ -27,7 +27,6 @@ from agentrl.algorithms.reinforce import Reinforce, ReinforcePlusPlus, ReturnBat
 from agentrl.algorithms.samples import samples_of
 from agentrl.algorithms.sft import RejectionSampling
 from agentrl.algorithms.surrogates import SURROGATES
-from agentrl.arrays import ints
 from agentrl.batch import TrainBatch, collate
 from agentrl.oracles.estimators import (
     START,
@@ -42,6 +41,7 @@ from agentrl.oracles.estimators import (
     t_maze,
 )
 from agentrl.protocols import MemberAdvantage
+from agentrl.tokens.arrays import ints
 from agentrl.trajectory import SEGMENT, Group, Score
 
 PROBLEMS = {

@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.arrays import ints
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
-from agentrl.encoded_image import EncodedImage
-from agentrl.placed_images import PlacedImage
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import ints
+from agentrl.tokens.encoded_image import EncodedImage
+from agentrl.tokens.placed_images import PlacedImage
 from agentrl.trajectory import Completion
 
 PICTURES = [EncodedImage.of_pixels(np.full((1, 1), shade, np.uint8)) for shade in (0, 255)]

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.arrays import ints
 from agentrl.conversation import renderer as renderer_module
 from agentrl.conversation.chat_template import ChatTemplate, describe
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.testing.tokenizer import END, ByteTokenizer
+from agentrl.tokens.arrays import ints
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.chat_templates import templates, tokenizer_of
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from agentrl.arrays import ints
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.control_tokens import GUARD, ControlTokens
 from agentrl.conversation.family import find_family
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.recipes.written_conversation import trajectory_from_messages
+from agentrl.tokens.arrays import ints
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.chat_templates import templates, tokenizer_of
 from tests.properties import examples

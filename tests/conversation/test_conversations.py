@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.arrays import ints
 from agentrl.conversation import renderer as renderer_module
 from agentrl.conversation.chat_template import ChatTemplate
 from agentrl.conversation.config import RendererConfig
@@ -20,6 +19,7 @@ from agentrl.conversation.placing import Places
 from agentrl.conversation.placing import place_messages as place
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
+from agentrl.tokens.arrays import ints
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.chat_templates import templates, tokenizer_of
 from tests.properties import examples

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agentrl.arrays import floats, ints
 from agentrl.config import check_options, load_config
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.placing import Places, place_messages
 from agentrl.conversation.renderer import TemplateRenderer
-from agentrl.encoded_image import EncodedImage
 from agentrl.errors import ImagesRefusedError
-from agentrl.placed_images import shifted
+from agentrl.tokens.arrays import floats, ints
+from agentrl.tokens.encoded_image import EncodedImage
+from agentrl.tokens.placed_images import shifted
 from agentrl.trajectory import Completion, Message
 
 SMALL, WIDE, TALL = (

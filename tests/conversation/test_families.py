@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from agentrl import plugins
-from agentrl.arrays import ints
 from agentrl.conversation import renderer as renderer_module
 from agentrl.conversation.chat_template import ChatTemplate
 from agentrl.conversation.config import RendererConfig
@@ -30,6 +29,7 @@ from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.conversation.tool_calls import parse_tool_calls
 from agentrl.errors import ConfigError, PluginError
 from agentrl.models.tiny import create_tiny_model
+from agentrl.tokens.arrays import ints
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.chat_templates import templates, tokenizer_of
 from tests.properties import examples

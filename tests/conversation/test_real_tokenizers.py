@@ -15,13 +15,13 @@ import mistral_common
 import openai_harmony as harmony
 import pytest
 
-from agentrl.arrays import ints
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.control_tokens import ControlTokens
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.conversation.tool_calls import parse_tool_calls
 from agentrl.models.tiny import create_tiny_model
 from agentrl.models.tokenizer import load_tokenizer
+from agentrl.tokens.arrays import ints
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.conversation.test_call_reading import HARD, got, written
 from tests.conversation.test_chat_templates import ADD, KINDS, said

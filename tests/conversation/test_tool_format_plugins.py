@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from agentrl import Reading, ToolCall
-from agentrl.arrays import floats, ints
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.conversation.tool_calls import parse_tool_calls
 from agentrl.errors import ConfigError
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import Completion, Message
 from tests.chat_templates import byte_tokenizer
 

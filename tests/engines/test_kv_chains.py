@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.arrays import IntArray, ints
 from agentrl.engines import kv_chains
 from agentrl.engines.kv_chains import Chain, KvChains
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.packed_model import Drawn, StepRow
-from agentrl.placed_images import PlacedImage
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import IntArray, ints
+from agentrl.tokens.placed_images import PlacedImage
 from agentrl.trajectory import Completion
 from tests.properties import examples
 

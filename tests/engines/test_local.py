@@ -15,7 +15,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from agentrl.arrays import ints
 from agentrl.engines import local, packed_model, slots
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.sampling import Sampler, Truncation, noise_keys, truncated
@@ -23,6 +22,7 @@ from agentrl.engines.slots import Openings, SlotTable, SlotTokens
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.protocols import GenerateRequest, ScoreRequest, Scores
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import ints
 from agentrl.trajectory import Completion
 from agentrl.weights.low_rank import Factors, LowRank
 from tests.properties import examples

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.arrays import ints
 from agentrl.cluster.ray_choices import RayChoices
 from agentrl.cluster.ray_engine import RayEngine
 from agentrl.cluster.ray_receivers import RayReceivers
@@ -19,10 +18,11 @@ from agentrl.engines.vllm import VllmEngine, _completion
 from agentrl.engines.vllm_settings import VllmSettings
 from agentrl.engines.vllm_start import VllmStart
 from agentrl.errors import ConfigError
-from agentrl.expert_choices import read_choices
 from agentrl.plugins import Component
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import ints
+from agentrl.tokens.expert_choices import read_choices
 from agentrl.trainers.local import LocalTrainer
 from tests.model_families import make_model
 from tests.processes import PATIENCE_SECONDS

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.arrays import ints
 from agentrl.cluster.worker_registry import WorkerCount
 from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
@@ -20,6 +19,7 @@ from agentrl.flow import Flow, now, run_virtual
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
+from agentrl.tokens.arrays import ints
 from agentrl.trajectory import Completion
 from agentrl.weights.config import WeightUpdate
 from agentrl.weights.shipment import DirectShipment

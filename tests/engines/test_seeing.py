@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl.arrays import ints
 from agentrl.conversation.eyes import Eyes
-from agentrl.encoded_image import EncodedImage
 from agentrl.engines.local import LocalEngine
 from agentrl.errors import EngineError, ImagesRefusedError
 from agentrl.models.vision import Vision
-from agentrl.placed_images import PlacedImage, shifted
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.vision_models import VisionFamily, create_tiny_vision_model
+from agentrl.tokens.arrays import ints
+from agentrl.tokens.encoded_image import EncodedImage
+from agentrl.tokens.placed_images import PlacedImage, shifted
 from agentrl.trajectory import Completion
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)

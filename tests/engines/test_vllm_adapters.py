@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-from agentrl.arrays import ints
 from agentrl.config.components import as_trained_by
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.vllm import VllmEngine
@@ -23,6 +22,7 @@ from agentrl.plugins import Component
 from agentrl.protocols import GenerateRequest, ScoreRequest
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.trainers import LOSS, random_batches
+from agentrl.tokens.arrays import ints
 from agentrl.trainers.local import LocalTrainer
 from agentrl.trainers.settings import LoraSettings
 from agentrl.weights.bundle import BundlePlace, weight_shapes

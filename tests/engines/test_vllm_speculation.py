@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl.arrays import ints
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.vllm import VllmEngine
 from agentrl.engines.vllm_settings import VllmSettings
 from agentrl.engines.vllm_start import VllmStart
 from agentrl.protocols import Engine, GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import ints
 
 PROMPT = ints([7, 8, 9, 10, 7, 8, 9, 10, 7, 8])
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.arrays import floats, ints
 from agentrl.envs.oracle import OracleEnv, PlayedProblem, weak_player
 from agentrl.errors import ConfigError
 from agentrl.oracles.estimators import Oracle
 from agentrl.oracles.problems import PROBLEMS
 from agentrl.testing import check_env
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Turn
 
 each_problem = pytest.mark.parametrize("name", PROBLEMS)

@@ -13,7 +13,6 @@ import pytest
 
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import samples_of
-from agentrl.arrays import Ragged
 from agentrl.batch import collate
 from agentrl.errors import EnvError
 from agentrl.flow import run_virtual
@@ -34,6 +33,7 @@ from agentrl.rollout.scheduler import Rollouts
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing import ScriptedEngine
+from agentrl.tokens.arrays import Ragged
 from agentrl.trajectory import Message, Terminated
 from tests.gateway.scripted import RENDERER, said, user
 

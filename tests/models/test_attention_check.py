@@ -11,13 +11,13 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentrl.arrays import ints
 from agentrl.batch import TrainingSample, collate
 from agentrl.engines.local import LocalEngine
 from agentrl.errors import ConfigError
 from agentrl.models.attention_check import check_context, check_kind, context_limit
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import ints
 from agentrl.trainers.local import LocalTrainer
 from tests.model_families import EXPERTS, SMALL, WINDOWS, save_random
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl.arrays import ints
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
 from agentrl.engines.local import LocalEngine
-from agentrl.expert_choices import UNKNOWN, ChosenExperts, ExpertChoices, read_choices
 from agentrl.models.routing import differing
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.trainers import LOSS
+from agentrl.tokens.arrays import ints
+from agentrl.tokens.expert_choices import UNKNOWN, ChosenExperts, ExpertChoices, read_choices
 from agentrl.trainers.local import LocalTrainer
 from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Turn
 from tests.model_families import make_model

@@ -12,7 +12,6 @@ from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import traced_batch_of
-from agentrl.arrays import floats, ints
 from agentrl.observe.health import (
     batch_health,
     correlation,
@@ -21,6 +20,7 @@ from agentrl.observe.health import (
     repetition,
 )
 from agentrl.observe.samples import TrainedBatch
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
 
 

@@ -15,7 +15,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentrl.arrays import floats, ints
 from agentrl.cli.console import SafeConsole
 from agentrl.cluster.worker_registry import WorkerCount, register_workers
 from agentrl.observe.braille import braille_curve
@@ -23,6 +22,7 @@ from agentrl.observe.dashboard import Dashboard, duration, line_of
 from agentrl.observe.progress import ProgressDisplay
 from agentrl.observe.run_progress import EnvPace, RunProgress, slowest_envs
 from agentrl.rollout.accounts import OpenGroup, SchedulerStatus
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
 from tests.processes import PATIENCE_SECONDS
 

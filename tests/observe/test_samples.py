@@ -9,8 +9,8 @@ from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import traced_batch_of
-from agentrl.arrays import floats
 from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
+from agentrl.tokens.arrays import floats
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
 
 

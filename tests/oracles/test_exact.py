@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl.arrays import floats, ints
 from agentrl.conversation.context import LastK
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.engines.local import LocalEngine
@@ -16,6 +15,7 @@ from agentrl.errors import ConfigError
 from agentrl.oracles.exact import Question, answer_probabilities, completions, prompt_of
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trainers.local import LocalTrainer
 from agentrl.trajectory import Completion, Message
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.arrays import floats, ints
 from agentrl.assembly.exact_metrics import ExactMetrics, compared
 from agentrl.batch import TrainBatch, collate, to_samples
 from agentrl.config import RunConfig, load_config
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.envs.oracle import OracleEnv
 from agentrl.oracles.exact import answer_probabilities
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trainers.local import LocalTrainer
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.arrays import ints
 from agentrl.assembly import PlacedCluster
 from agentrl.assembly import device_sharing as device_sharing_of
 from agentrl.batch import TrainBatch, TrainingSample, collate
@@ -32,6 +31,7 @@ from agentrl.protocols import Engine, GenerateRequest, Trainer
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.trainers import LOSS, random_batches
+from agentrl.tokens.arrays import ints
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.local import LocalTrainer
 from agentrl.trajectory import Completion

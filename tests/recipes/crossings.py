@@ -24,12 +24,12 @@ import pyarrow.parquet as pq
 import yaml
 from safetensors.numpy import load_file
 
-from agentrl.arrays import FloatArray
 from agentrl.config import validate_config
 from agentrl.config.source import Source
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import create_tiny_model
 from agentrl.runs.summary import count_steps
+from agentrl.tokens.arrays import FloatArray
 from tests.covering import Coverage
 
 Piece = Mapping[str, Any]

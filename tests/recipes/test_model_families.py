@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.arrays import ints
 from agentrl.batch import TrainingSample, collate
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.renderer import renderer_of
@@ -24,6 +23,7 @@ from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.trainers import LOSS
+from agentrl.tokens.arrays import ints
 from agentrl.trainers.local import LocalTrainer
 from tests.model_families import FAMILIES, TABLE, make_model, row_of
 from tests.processes import PATIENCE_SECONDS

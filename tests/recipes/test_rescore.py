@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.arrays import floats, ints
 from agentrl.config.from_file import load_config
 from agentrl.flow import run_virtual
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.recipes.rescore import changes, rescore
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import (
     SEGMENT,
     Completion,

@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from agentrl.arrays import ints
 from agentrl.errors import CompletionError, EngineError
 from agentrl.models.source import vocabulary_size
 from agentrl.protocols import GenerateRequest, Prompt
@@ -14,6 +13,7 @@ from agentrl.rollout.answers import checked_completion
 from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.rollout.runner import Episode
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import ints
 from agentrl.trajectory import Completion, Task
 
 REQUEST = GenerateRequest("e/0", (1, 2), SamplingParams())

@@ -8,10 +8,10 @@ import pytest
 
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import samples_of
-from agentrl.arrays import floats, ints
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.rollout.branches import BranchesConfig
 from agentrl.testing import ScriptedEngine
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import BranchPoint, Completion, Group, Trajectory, Turn, staleness
 from tests.rollout.test_scheduler import SlowEnv, World, config
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from agentrl.arrays import ints
 from agentrl.cluster.engine_door import EngineDoor
 from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError
@@ -22,6 +21,7 @@ from agentrl.rollout.workers.remote_engine import RemoteEngine
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.workers import InlineWorkers
+from agentrl.tokens.arrays import ints
 from agentrl.trajectory import Completion, Terminated
 from agentrl.weights.config import WeightUpdate
 from tests.processes import PATIENCE_SECONDS

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from agentrl.arrays import ints
 from agentrl.batch import TrainingSample, collate
 from agentrl.engines.router import Router
 from agentrl.errors import DeadlineError, EngineDeadError
@@ -33,6 +32,7 @@ from agentrl.simulate.engine import SimulatedEngine
 from agentrl.simulate.latency import Constant
 from agentrl.simulate.renderer import SimulatedRenderer
 from agentrl.simulate.world import World
+from agentrl.tokens.arrays import ints
 from agentrl.trajectory import Completion, Failed, Status, Task, Terminated, Trajectory, Truncated
 from agentrl.weights.config import WeightUpdate
 from tests.gateway.scripted import runner_of, said, user

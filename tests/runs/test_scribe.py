@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from pyarrow.parquet import read_table
 
-from agentrl.arrays import floats, ints
 from agentrl.observe.trajectories import episodes_of_step, write_trajectories
 from agentrl.runs.recorder import metrics_of_step
 from agentrl.runs.scribe import Scribe
-from agentrl.sealed_turns import SealedTurns
+from agentrl.tokens.arrays import floats, ints
+from agentrl.tokens.sealed_turns import SealedTurns
 from agentrl.trajectory import (
     Completion,
     Group,

@@ -19,14 +19,14 @@ from safetensors.torch import load_file
 
 from agentrl.algorithms import losses as of_tokens
 from agentrl.algorithms.grpo import Grpo
-from agentrl.arrays import floats, ints, mask
 from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.cluster.processes import start_local
 from agentrl.cluster.workers import InOwnProcess, WorkerGroup
 from agentrl.errors import ConfigError
-from agentrl.expert_choices import ExpertChoices
 from agentrl.protocols.weight_source import WeightSource
 from agentrl.testing.trainers import LOSS, TrainerCase, check_trainer, random_batches
+from agentrl.tokens.arrays import floats, ints, mask
+from agentrl.tokens.expert_choices import ExpertChoices
 from agentrl.trainers.batch_shards import BatchShard, shard_batch
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.local import LocalTrainer

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.arrays import ints
+from agentrl.tokens.arrays import ints
 from agentrl.trainers.compute import needed
 from agentrl.trainers.compute.attention import Segments, attend
 from agentrl.trainers.compute.prefixes import find_shared

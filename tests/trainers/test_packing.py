@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.arrays import floats, ints, mask
 from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.placement.rows import lockstep_ratio
 from agentrl.testing.trainers import random_samples
+from agentrl.tokens.arrays import floats, ints, mask
 from agentrl.trainers.packing import micro_batches
 
 seeds, counts = st.integers(0, 10**6), st.integers(1, 20)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.arrays import IntArray, ints
 from agentrl.batch import TrainingSample, collate
 from agentrl.models.last_layer import compute_only_needed
+from agentrl.tokens.arrays import IntArray, ints
 from agentrl.trainers.compute.forward import (
     compute_logprobs_in,
     scaling_of,

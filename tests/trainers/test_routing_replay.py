@@ -12,17 +12,17 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from agentrl.arrays import IntArray, floats, ints
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.packed_model import PackedModel
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.expert_choices import ExpertChoices
 from agentrl.models.routing import layers_with_experts, take_choices
 from agentrl.protocols import GenerateRequest
 from agentrl.rollout.continuation import joined, rest_of
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.trainers import LOSS
+from agentrl.tokens.arrays import IntArray, floats, ints
+from agentrl.tokens.expert_choices import ExpertChoices
 from agentrl.trainers.compute.attention import ATTENTION
 from agentrl.trainers.compute.forward import (
     RoutedLayers,

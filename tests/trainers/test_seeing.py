@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.arrays import floats, ints, mask
 from agentrl.batch import TrainBatch, TrainingSample, collate
-from agentrl.encoded_image import EncodedImage
 from agentrl.errors import ConfigError
 from agentrl.models.facts import model_facts
 from agentrl.models.vision import Vision, part_of
-from agentrl.placed_images import PlacedImage
 from agentrl.placement.mesh import ONE_RANK
 from agentrl.testing.trainers import LOSS
+from agentrl.tokens.arrays import floats, ints, mask
+from agentrl.tokens.encoded_image import EncodedImage
+from agentrl.tokens.placed_images import PlacedImage
 from agentrl.trainers.compute.forward import to_device
 from agentrl.trainers.compute.pictures import PictureReader
 from agentrl.trainers.deepspeed import DeepSpeedTrainer

@@ -2,10 +2,10 @@
 
 import pytest
 
-from agentrl.arrays import floats, ints
 from agentrl.errors import ConfigError
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.testing.made_up_run import MadeUpRun
+from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import (
     BranchPoint,
     Completion,

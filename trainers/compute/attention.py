@@ -31,8 +31,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from agentrl.arrays import IntArray
 from agentrl.models.attention_check import Windows, not_handed_on
+from agentrl.tokens.arrays import IntArray
 from agentrl.trainers.compute import flex
 from agentrl.trainers.compute.context import ContextSlice, check_heads
 from agentrl.trainers.compute.needed import Needed

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from agentrl.arrays import IntArray, ints
 from agentrl.errors import ConfigError
+from agentrl.tokens.arrays import IntArray, ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from agentrl.arrays import FloatArray, ints
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.expert_choices import UNKNOWN, read_choices
 from agentrl.models.attention_check import Windows
 from agentrl.models.optional_fields import optional_field
 from agentrl.models.routing import TokenRouting, choices_are_taken, without_router_logits
 from agentrl.models.vision import language_model
+from agentrl.tokens.arrays import FloatArray, ints
+from agentrl.tokens.expert_choices import UNKNOWN, read_choices
 from agentrl.trainers.compute.attention import Segments
 from agentrl.trainers.compute.context import ContextGroup, ContextSlice, OwnTokens
 from agentrl.trainers.compute.logprobs import Scaling, linear_logprobs

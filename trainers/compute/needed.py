@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from agentrl.arrays import IntArray
+from agentrl.tokens.arrays import IntArray
 from agentrl.trainers.compute.prefixes import SharedPrefixes
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.arrays import IntArray
 from agentrl.batch import TrainBatch
-from agentrl.encoded_image import EncodedImage
 from agentrl.errors import TrainingError
 from agentrl.models.vision import PictureInputs, Vision
-from agentrl.placed_images import PlacedImage
+from agentrl.tokens.arrays import IntArray
+from agentrl.tokens.encoded_image import EncodedImage
+from agentrl.tokens.placed_images import PlacedImage
 from agentrl.trainers.packing import MicroBatch
 
 _BLANK_SIDE = 28

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from agentrl.arrays import IntArray
+from agentrl.tokens.arrays import IntArray
 
 WORTH_JOINING = 0.25
 """Samples are packed together if they share at least this part of one of them."""

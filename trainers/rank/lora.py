@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
 from agentrl.models.vision import language_model, part_of, sees
 from agentrl.models.weight_names import WeightNames
+from agentrl.package.distribution import install_command
 from agentrl.protocols.weight_source import LowRankBase, WeightUnit
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trainers.rank.tensor_files import Piece, Stored, TensorFiles

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agentrl.arrays import floats, ints, mask
 from agentrl.batch import TrainingSample, collate
 from agentrl.errors import ConfigError
 from agentrl.models.attention_check import check_attention, check_context, check_kind
@@ -22,6 +21,7 @@ from agentrl.models.routing import Balance, layers_with_experts, take_choices
 from agentrl.models.source import here
 from agentrl.models.vision import attention_of, auto_class
 from agentrl.models.weight_names import WeightNames
+from agentrl.tokens.arrays import floats, ints, mask
 from agentrl.trainers.compute.attention import ATTENTION
 from agentrl.trainers.compute.compiled import compile_blocks
 from agentrl.trainers.compute.context import ContextGroup

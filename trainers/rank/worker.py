@@ -25,7 +25,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from agentrl.arrays import FloatArray
 from agentrl.errors import AgentRLError, TrainingError
 from agentrl.models.routing import balance_loss, layers_with_experts
 from agentrl.models.source import here
@@ -35,6 +34,7 @@ from agentrl.placement.mesh import Mesh
 from agentrl.placement.time_share import free_on_cpu, free_on_gpus
 from agentrl.protocols import Loss, LossTokens, uses_entropy
 from agentrl.protocols.weight_source import SendWeights
+from agentrl.tokens.arrays import FloatArray
 from agentrl.trainers.batch_shards import BatchShard
 from agentrl.trainers.compute.forward import DeviceMicroBatch, RoutedLayers, to_device
 from agentrl.trainers.compute.pictures import PictureReader

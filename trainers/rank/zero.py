@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
+from agentrl.package.distribution import install_command
 from agentrl.placement.footprint import GRADIENTS_AT_ONCE
 from agentrl.placement.mesh import Mesh
 from agentrl.protocols.weight_source import in_format

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response, WebSocket
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json, to_json
 
-from agentrl.distribution import installed_version
+from agentrl.package.distribution import installed_version
 from agentrl.remote.openenv.adapter import OpenEnvSession, OpenEnvSessions
 from agentrl.remote.openenv.protocol import (
     CAPACITY_REACHED,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from agentrl import EncodedImage
-from agentrl.encoded_image import MOST_BYTES
 from agentrl.errors import ImageError
+from agentrl.tokens.encoded_image import MOST_BYTES
 from tests.properties import examples
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8)

@@ -22,7 +22,7 @@ from typing import Any, Generic, SupportsIndex, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.arrays import (
+from agentrl.tokens.arrays import (
     FloatArray,
     IntArray,
     MaskArray,

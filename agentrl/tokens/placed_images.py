@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agentrl.encoded_image import EncodedImage
+    from agentrl.tokens.encoded_image import EncodedImage
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.arrays import same_fields
+from agentrl.tokens.arrays import same_fields
 
 UNKNOWN = -1
 """Stands for an expert of which nothing is known."""

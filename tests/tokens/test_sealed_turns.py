@@ -14,11 +14,11 @@ from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import traced_batch_of
-from agentrl.arrays import Ragged, floats, ints
 from agentrl.batch import columns, to_samples
-from agentrl.expert_choices import ExpertChoices
 from agentrl.rewards.environment import EnvironmentReward
-from agentrl.sealed_turns import SealedTurns
+from agentrl.tokens.arrays import Ragged, floats, ints
+from agentrl.tokens.expert_choices import ExpertChoices
+from agentrl.tokens.sealed_turns import SealedTurns
 from agentrl.trajectory import (
     Completion,
     Group,

@@ -5,14 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agentrl.arrays import floats, ints
 from agentrl.batch import collate, to_samples
-from agentrl.encoded_image import EncodedImage
 from agentrl.observe.trajectories import write_trajectories
-from agentrl.placed_images import PlacedImage, images_from, images_until, shared_length, shifted
 from agentrl.protocols import GenerateRequest, Prompt
 from agentrl.recipes.recordings import read_recordings
 from agentrl.settings.sampling import SamplingParams
+from agentrl.tokens.arrays import floats, ints
+from agentrl.tokens.encoded_image import EncodedImage
+from agentrl.tokens.placed_images import (
+    PlacedImage,
+    images_from,
+    images_until,
+    shared_length,
+    shifted,
+)
 from agentrl.trajectory import (
     Completion,
     Message,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.arrays import GrowingInts, floats, ints, mask
+from agentrl.tokens.arrays import GrowingInts, floats, ints, mask
 from agentrl.trajectory import Completion, Turn
 
 
