@@ -27,6 +27,7 @@ from agentrl.errors import ConfigError
 from agentrl.oracles.exact import spelling_probabilities
 from agentrl.protocols import (
     Credit,
+    Enumerable,
     Enumeration,
     EnumerationOffers,
     Question,
@@ -184,14 +185,13 @@ def _enumeration(config: RunConfig) -> Enumeration | None:
     if config.env.mixture or config.env.foreign or config.env.all_wrappers:
         return None
     factory = plugins.load("envs", config.env.name)
-    if not hasattr(factory, "enumeration"):
+    if not isinstance(factory, type) or not issubclass(factory, Enumerable):
         return None
     try:
-        found: Enumeration = factory().enumeration(unshared(config.env.options, "env.options"))
+        return factory().enumeration(unshared(config.env.options, "env.options"))
     except ConfigError as error:
         logger.warning("the metrics exact/... are left out: %s", error)
         return None
-    return found
 
 
 def _obstacle(config: RunConfig, renderer: Renderer, enumeration: Enumeration) -> str:

@@ -101,18 +101,6 @@ class Forked:
         return self.make(number)
 
 
-class StartWorkers(Protocol):
-    """Starts groups: the seam between code that needs workers and the place where they run."""
-
-    async def __call__(self, role: str, make: Make, count: int) -> "WorkerGroup":
-        """Start `count` workers; when this returns, all have been made.
-
-        Raises:
-            WorkerDiedError: a worker did not start. Errors of `make` are raised unchanged.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
     """The replicas of a role, in order of rank."""
@@ -161,6 +149,13 @@ class WorkerGroup:
         async with Flow(f"{self.role}.stop") as flow:
             for rank, worker in enumerate(self.workers):
                 flow.start(worker.stop(), name=str(rank))
+
+
+StartWorkers = Callable[[str, Make, int], Awaitable[WorkerGroup]]
+"""Starts a group, given its role, `make` and the number of workers: the seam between code that
+needs workers and the place where they run. When it returns, all have been made. Raises
+`WorkerDiedError` if one did not start; errors of `make` are raised unchanged.
+"""
 
 
 class ClusterSettings(Settings):

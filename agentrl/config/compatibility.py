@@ -807,7 +807,7 @@ def engine_reads_arrivals(run: ConfiguredRun) -> str:
 
 def trainer_reads_pictures(run: ConfiguredRun) -> str:
     trainer = run.config.trainer
-    if getattr(trainer.settings, "sees", False):
+    if TrainerSettingsOffers.of(trainer.settings).sees:
         return ""
     shown = [env.name for _, env in envs_of(run.config) if shows_pictures(env)]
     if not shown:

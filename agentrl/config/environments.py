@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from agentrl import plugins
 from agentrl.config.run_config import RunConfig
-from agentrl.protocols import options_class_of
+from agentrl.protocols import options_class_of, shows_images
 from agentrl.tasks.env_config import OneEnv
 
 
@@ -36,7 +36,7 @@ def shows_pictures(env: OneEnv) -> bool:
         options = shape.model_validate(env.options)
     except ValidationError:
         return False
-    return bool(getattr(options, "shows_images", False))
+    return shows_images(options)
 
 
 __all__ = ["envs_of", "shows_pictures"]

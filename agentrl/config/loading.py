@@ -21,7 +21,7 @@ from agentrl.conversation.eyes import FAMILIES, seeing_family
 from agentrl.errors import ConfigError, PluginError
 from agentrl.models.tiny import SIZES
 from agentrl.net.credentials import refuse_credentials
-from agentrl.protocols import EngineOffers, options_class_of
+from agentrl.protocols import EngineOffers, options_class_of, shows_images
 from agentrl.protocols.component_settings import ClusterOffers
 from agentrl.tasks.env_config import OneEnv
 
@@ -199,7 +199,7 @@ def _options_problems(
         return
     try:
         options = shape.model_validate(env.options)
-        if blind and getattr(options, "shows_images", False):
+        if blind and shows_images(options):
             yield (
                 f"{'.'.join((*section, 'options'))}: {env.name} would show pictures, and {blind};"
                 " or choose what it says in words, such as view: grid"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,12 +21,11 @@ from agentrl.tokens.arrays import IntArray
 from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.tokens.placed_images import PlacedImage
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 """The families whose pictures can be rendered, by `model_type` of their configs."""
-
-
-class _Vocabulary(Protocol):
-    def convert_ids_to_tokens(self, ids: int) -> str: ...
 
 
 class Eyes:
@@ -55,7 +54,7 @@ class Eyes:
         self._count = lru_cache(maxsize=4096)(self._count_of)
 
     @classmethod
-    def of_model(cls, folder: Path, tokenizer: _Vocabulary) -> "Eyes | None":
+    def of_model(cls, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> "Eyes | None":
         """The eyes of the model in a folder; None if it has none, or of a family that is not known.
 
         Raises:

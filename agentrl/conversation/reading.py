@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from agentrl.conversation.declared import Tools, declared
 from agentrl.conversation.tool_calls import holds_calls, is_quoted
+from agentrl.protocols.offers import Offers
 from agentrl.trajectory import NO_CALLS, ToolCall, quoted, unreadable
 
 
@@ -155,13 +156,20 @@ def as_declared(call: ToolCall, tools: Tools) -> ToolCall:
     return ToolCall(call.name, arguments, call.id)
 
 
+@dataclass(frozen=True, slots=True)
+class ToolFormatOffers(Offers):
+    """The optional attribute of a `ToolFormat`, which is found by its name."""
+
+    reasoning_marks: tuple[str, str] | None = None
+    """The texts around the reasoning of its models, as `("<think>", "</think>")`."""
+
+
 class ToolFormat(Protocol):
     """A syntax of tool calls, made for a tokenizer: `MyFormat(tokenizer)`. A plug-in of the
     entry-point group `agentrl.tool_formats`.
 
     A model is read by it if it reads the call that the model's chat template writes, or if
-    `model.tool_format` names it. Its class may have an attribute `reasoning_marks`, the texts
-    around the reasoning of its models, as `("<think>", "</think>")`.
+    `model.tool_format` names it. Its class may have the attributes of `ToolFormatOffers`.
     """
 
     def read(self, text: str, tools: Tools) -> Reading:

@@ -27,6 +27,7 @@ from agentrl.conversation.reading import (
     ReadCalls,
     Reading,
     ToolFormat,
+    ToolFormatOffers,
     Unread,
     Write,
     call_of,
@@ -220,7 +221,7 @@ def known_marks() -> Sequence[Marks]:
     of other packages.
     """
     stated = [
-        getattr(factory, "reasoning_marks", None)
+        ToolFormatOffers.of(factory).reasoning_marks
         for factory in _registered_formats()
         if factory not in BUILT_IN
     ]

@@ -18,6 +18,7 @@ from agentrl.doctor.diagnosis import Diagnosis
 from agentrl.errors import AgentRLError
 from agentrl.flow import now
 from agentrl.net.http_client import http_client
+from agentrl.protocols.component_settings import ServerOffers
 from agentrl.scoring.config import RewardsConfig
 
 _PATIENCE = 5.0
@@ -84,7 +85,7 @@ def _impatient(rewards: RewardsConfig) -> RewardsConfig:
 def _endpoints(config: RunConfig) -> Iterator[str]:
     """The addresses of HTTP servers in the config, each server once."""
     parts = [part.settings for part in config.reward.parts]
-    written = [getattr(one, "url", None) for one in [config.engine.settings, *parts]]
+    written = [ServerOffers.of(one).url for one in [config.engine.settings, *parts]]
     written += [env.name for env in config.envs.values()]
     seen = set()
     for url in written:

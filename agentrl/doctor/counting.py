@@ -18,6 +18,7 @@ from agentrl.config.run_config import RunConfig
 from agentrl.doctor.diagnosis import Diagnosis
 from agentrl.envs.base import TextEnv, plays
 from agentrl.protocols import StepResult
+from agentrl.protocols.component_settings import TrainerSettingsOffers
 from agentrl.settings.yaml_values import in_yaml
 
 GOAL = 8
@@ -58,7 +59,7 @@ def counting_config(config: RunConfig, folder: str) -> LoadedConfig:
     overrides = [f"run_dir={in_yaml(folder)}", f"seed={config.seed}"]
     overrides += [f"engine.name={config.engine.name}", f"trainer.name={config.trainer.name}"]
     overrides += [f"cluster={in_yaml(config.cluster.dump())}"]
-    ranks = getattr(config.trainer.settings, "world_size", None)
+    ranks = TrainerSettingsOffers.of(config.trainer.settings).world_size
     overrides += [f"trainer.world_size={ranks}"] if ranks else []
     overrides += [f"weights.transport={config.weights.transport}"]
     return load_config(Path(__file__).with_name("counting.yaml"), overrides)

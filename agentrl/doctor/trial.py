@@ -17,6 +17,7 @@ from agentrl.batch import TrainBatch, collate, to_samples
 from agentrl.config.run_config import RunConfig, brings_algorithm
 from agentrl.doctor.diagnosis import Diagnosis
 from agentrl.flow import now
+from agentrl.protocols.component_settings import EngineSettingsOffers, TrainerSettingsOffers
 from agentrl.recipes.evaluate import play_members
 from agentrl.recipes.starting_model import base_model
 from agentrl.rollout.member import Member, MemberResult
@@ -122,8 +123,11 @@ class _Trial:
         return Diagnosis("weights", words, "" if arrived else remedy)
 
     def _dtype(self) -> str:
-        settings = self.parts.config.engine.settings, self.parts.config.trainer.settings
-        written = {getattr(one, "dtype", None) for one in settings}
+        config = self.parts.config
+        written = {
+            EngineSettingsOffers.of(config.engine.settings).dtype,
+            TrainerSettingsOffers.of(config.trainer.settings).dtype,
+        }
         on_cpu = "float32" in written or not _gpus()
         return "bfloat16" if "bfloat16" in written or not on_cpu else "float32"
 

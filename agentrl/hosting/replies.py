@@ -126,10 +126,9 @@ def _holds_image(observation: Any) -> bool:
         )
     if isinstance(observation, list | tuple):
         return any(map(_holds_image, observation))
-    pixels = getattr(observation, "dtype", None) == np.uint8 and getattr(
-        observation, "ndim", 0
-    ) in (2, 3)
-    return pixels or type(observation).__module__.startswith("PIL.")
+    if isinstance(observation, np.ndarray):
+        return observation.dtype == np.uint8 and observation.ndim in (2, 3)
+    return type(observation).__module__.startswith("PIL.")
 
 
 def _check_encodes(what: str, text: str) -> None:

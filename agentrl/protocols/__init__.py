@@ -19,6 +19,7 @@ from agentrl.protocols.algorithm import (
 from agentrl.protocols.component_settings import (
     ClusterOffers,
     EngineSettingsOffers,
+    ServerOffers,
     TrainerSettingsOffers,
 )
 from agentrl.protocols.engine import (
@@ -52,6 +53,7 @@ from agentrl.protocols.env import (
     options_class_of,
     preload_of,
     reward_range_of,
+    shows_images,
     system_prompt_of,
     tools_of,
     unwrapped_env,
@@ -162,6 +164,7 @@ __all__ = [
     "ScoreRequest",
     "Scores",
     "ScriptedPlayer",
+    "ServerOffers",
     "Settings",
     "Stateful",
     "StepReply",
@@ -180,6 +183,7 @@ __all__ = [
     "preload_of",
     "reward_range_of",
     "shell",
+    "shows_images",
     "system_prompt_of",
     "tools_of",
     "unwrapped_env",

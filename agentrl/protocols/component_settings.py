@@ -26,6 +26,8 @@ class EngineSettingsOffers(Offers):
     """The engine can constrain completions to a format (`GenerateRequest.format`)."""
     dtype: str | None = None
     """Data type of the engine's weights; `auto` is the trainer's."""
+    device: str | None = None
+    """`cpu`, `cuda` or `auto`, if it can be chosen."""
     layout: Callable[[], Any] | None = None
     """Returns an `EngineLayout`, to plan the engine's devices."""
     chosen: Callable[..., Any] | None = None
@@ -45,6 +47,12 @@ class TrainerSettingsOffers(Offers):
     """Updates in a step."""
     dtype: str | None = None
     """Precision of its computation; None if that follows from its devices."""
+    device: str | None = None
+    """`cpu`, `cuda` or `auto`, if it can be chosen."""
+    world_size: int | None = None
+    """Ranks, if there may be several."""
+    sees: bool = False
+    """It trains on the pictures of a batch, if its model can see."""
     lora: object = None
     """The settings of adapters, if only these are trained."""
     routing: str = "off"
@@ -64,6 +72,14 @@ class TrainerSettingsOffers(Offers):
     of all calls; None without a schedule."""
     chosen: Callable[..., Any] | None = None
     """Returns the settings with what follows from the model and the devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOffers(Offers):
+    """The settings of a component that asks a server of the user's."""
+
+    url: str | None = None
+    """The address of the server."""
 
 
 @dataclass(frozen=True, slots=True)

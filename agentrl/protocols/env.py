@@ -182,6 +182,11 @@ def options_class_of(factory: object) -> type[Settings] | None:
     return options if is_class else None
 
 
+def shows_images(options: Settings) -> bool:
+    """True if an environment with these options shows pictures (`shows_images`)."""
+    return bool(getattr(options, "shows_images", False))
+
+
 def unwrapped_env(env: Env) -> Env:
     """An environment without its wrappers."""
     inner: Env = getattr(env, "unwrapped", env)

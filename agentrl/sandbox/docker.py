@@ -631,10 +631,13 @@ def _is_away(error: Exception) -> bool:
     """True if the engine does not listen, or ended the connection. A missed deadline does not
     tell.
     """
+    from aiodocker.exceptions import DockerError
+
     if isinstance(error, TimeoutError):
         return False
-    connection = (aiohttp.ClientConnectionError, OSError, AssertionError)
-    return isinstance(error, connection) or getattr(error, "status", 0) in _AWAY_STATUSES
+    if isinstance(error, DockerError | aiohttp.ClientResponseError):
+        return error.status in _AWAY_STATUSES
+    return isinstance(error, aiohttp.ClientConnectionError | OSError | AssertionError)
 
 
 def _connect(settings: DockerSandboxes.Config) -> "Docker":
