@@ -42,6 +42,7 @@ from agentrl.models.vision import (
     Vision,
     attention_of,
     auto_class,
+    has_axes,
     language_model,
     part_of,
     sees,
@@ -342,7 +343,7 @@ class PackedModel:
         self._routing = Routing(self._model)
         self._vision = Vision(self._model, folder) if sees(self._model.config) else None
         self._seen = None if self._vision is None else SeenPictures(self._vision, device)
-        self._has_axes = hasattr(self._model.base_model, "get_rope_index")
+        self._has_axes = has_axes(self._model)
         self._order: Sequence[StepRow] = ()
         self._kept_R = torch.zeros(0, dtype=torch.long, device=device)
         self._capacity = (0, 0)

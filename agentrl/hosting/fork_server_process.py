@@ -86,14 +86,13 @@ def _die_with_the_driver(lifeline: int) -> None:
     """Kill this process and those it starts when the driver is gone, which alone holds the pipe's
     other end.
     """
-    if hasattr(fcntl, "F_SETSIG"):
-        # Linux: the kernel does it, even if this process is busy (a regular expression may hold the
-        # GIL).
+    if sys.platform == "linux":
+        # The kernel does it, even if this process is busy (a regular expression may hold the GIL).
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-        return
-    threading.Thread(target=_wait_for_the_end, args=(lifeline,), daemon=True).start()
+    else:
+        threading.Thread(target=_wait_for_the_end, args=(lifeline,), daemon=True).start()
 
 
 def _wait_for_the_end(lifeline: int) -> NoReturn:

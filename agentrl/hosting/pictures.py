@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.errors import RAISED_BY_CODE
 from agentrl.hosting.wrappers import Wrapper
-from agentrl.protocols.env import Env, ResetResult, StepResult
+from agentrl.protocols.env import Env, ResetResult, StepResult, can_draw
 
 PICTURE = "render_html"
 """The key of an info with the picture of the state, as HTML. An environment may also fill it in
@@ -64,7 +64,7 @@ def _is_whole(result: tuple[Any, ...], length: int) -> bool:
 
 def pictured(env: Env) -> Env:
     """The environment with its pictures in its infos, if it draws any."""
-    return Pictured(env) if callable(getattr(env, "render_html", None)) else env
+    return Pictured(env) if can_draw(env) else env
 
 
 def taken(info: dict[str, Any], most_bytes: int) -> tuple[str, dict[str, Any]]:

@@ -93,6 +93,11 @@ def language_model(model: Any) -> Any:
     return found[0] if found and sees(model.config) else inside
 
 
+def has_axes(model: Any) -> bool:
+    """True if a model counts the positions of tokens by time, height and width."""
+    return hasattr(model.base_model, "get_rope_index")
+
+
 def part_of(name: str) -> Part:
     """The part of a model that a parameter belongs to, by its name."""
     within = name.split(".")
@@ -174,7 +179,7 @@ class Vision:
         """
         import torch
 
-        if not hasattr(self._model.base_model, "get_rope_index"):
+        if not has_axes(self._model):
             return None
         if not placed:
             return np.broadcast_to(np.arange(len(tokens_T), dtype=np.int32), (3, len(tokens_T)))
@@ -214,6 +219,7 @@ __all__ = [
     "attention_of",
     "auto_class",
     "check_family",
+    "has_axes",
     "language_model",
     "part_of",
     "sees",

@@ -122,40 +122,69 @@ It gets `env.unwrapped` if that exists: the environment without its wrappers.
 """
 
 
+OptionalAttribute = Literal[
+    "Options",
+    "deterministic",
+    "isolation",
+    "preload",
+    "render_html",
+    "restorable",
+    "restore",
+    "reward_range",
+    "shows_images",
+    "snapshot",
+    "system_prompt",
+    "tools",
+    "unwrapped",
+]
+"""What an environment, its factory or its options may have: a type checker refuses mistyped names.
+They are no `Offers`, of which all are read at once: an environment may compute one when asked.
+"""
+
+
+def _stated(plugin: object, name: OptionalAttribute, default: Any = None) -> Any:
+    return getattr(plugin, name, default)
+
+
 def isolation_of(plugin: object, default: Isolation | None = "thread") -> Any:
     """The place where an environment, a reward or its class asks to run (`isolation`)."""
-    return getattr(plugin, "isolation", default)
+    return _stated(plugin, "isolation", default)
 
 
 def tools_of(env: object) -> Any:
     """The schemas of an environment's tools, as it states them (`tools`)."""
-    return getattr(env, "tools", ())
+    return _stated(env, "tools", ())
 
 
 def system_prompt_of(env: object) -> Any:
     """The system message of an environment, as it states it (`system_prompt`)."""
-    return getattr(env, "system_prompt", "")
+    return _stated(env, "system_prompt", "")
 
 
 def reward_range_of(env: object) -> Any:
     """The lowest and the highest return of an episode, as an environment states them
     (`reward_range`).
     """
-    return getattr(env, "reward_range", (-math.inf, math.inf))
+    return _stated(env, "reward_range", (-math.inf, math.inf))
 
 
 def preload_of(factory: object) -> Sequence[str]:
     """The modules that a factory of environments asks to import once, before processes start."""
-    modules: Sequence[str] = getattr(factory, "preload", ())
+    modules: Sequence[str] = _stated(factory, "preload", ())
     return modules
 
 
 def can_restore(env: object) -> bool:
     """True if an environment can tell its state and go back to it (`snapshot`, `restore`)."""
-    declared = getattr(env, "restorable", None)
+    declared = _stated(env, "restorable")
     if declared is not None:
         return bool(declared)
-    return all(callable(getattr(env, name, None)) for name in ("snapshot", "restore"))
+    return callable(_stated(env, "snapshot")) and callable(_stated(env, "restore"))
+
+
+def can_draw(env: object) -> bool:
+    """True if an environment can draw its present state (`render_html`)."""
+    return callable(_stated(env, "render_html"))
 
 
 def call_snapshot(env: Any) -> Any:
@@ -172,22 +201,22 @@ def is_deterministic(env: object) -> bool:
     """True if an environment declares that its actions, repeated, give the same episode
     (`deterministic`).
     """
-    return bool(getattr(env, "deterministic", False))
+    return bool(_stated(env, "deterministic", False))
 
 
 def options_class_of(factory: object) -> type[Settings] | None:
     """The class of an environment's options (`Options`), if it has one."""
-    options = getattr(factory, "Options", None)
+    options = _stated(factory, "Options")
     is_class = isinstance(options, type) and issubclass(options, Settings)
     return options if is_class else None
 
 
 def shows_images(options: Settings) -> bool:
     """True if an environment with these options shows pictures (`shows_images`)."""
-    return bool(getattr(options, "shows_images", False))
+    return bool(_stated(options, "shows_images", False))
 
 
 def unwrapped_env(env: Env) -> Env:
     """An environment without its wrappers."""
-    inner: Env = getattr(env, "unwrapped", env)
+    inner: Env = _stated(env, "unwrapped", env)
     return inner
