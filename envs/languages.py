@@ -168,12 +168,12 @@ def _python_main(modules: Mapping[str, Sequence[Function]]) -> str:
 
 
 def _awk_main(modules: Mapping[str, Sequence[Function]]) -> str:
-    return "".join(
-        f'$1 == "{function.name}" {{ print {function.name}('
-        f"{', '.join(f'${at}' for at in range(2, 2 + len(function.arguments)))}) }}\n"
-        for functions in modules.values()
-        for function in functions
-    )
+    written = ""
+    for functions in modules.values():
+        for function in functions:
+            fields = ", ".join(f"${at}" for at in range(2, 2 + len(function.arguments)))
+            written += f'$1 == "{function.name}" {{ print {function.name}({fields}) }}\n'
+    return written
 
 
 def _sh_main(modules: Mapping[str, Sequence[Function]]) -> str:

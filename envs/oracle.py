@@ -105,17 +105,13 @@ class PlayedProblem:
         worth: list[tuple[float, list[float]]] = [(0.0, [])] * len(self.points)
         for number in reversed(range(len(self.points))):  # what comes later has a higher number
             point = self.points[number]
-            of_words = [
-                sum(
-                    result.probability
-                    * (
-                        result.reward
-                        + (worth[point.then[a, r]][0] if (a, r) in point.then else 0.0)
-                    )
-                    for r, result in enumerate(action.results)
-                )
-                for a, action in enumerate(point.decision.actions)
-            ]
+            of_words = []
+            for a, action in enumerate(point.decision.actions):
+                of_results = []
+                for r, result in enumerate(action.results):
+                    later = worth[point.then[a, r]][0] if (a, r) in point.then else 0.0
+                    of_results.append(result.probability * (result.reward + later))
+                of_words.append(sum(of_results))
             if probabilities is None:
                 value = max(*of_words, self.other)
             else:

@@ -296,16 +296,14 @@ def make_world(level: int, seed: int, shared_names: int | None = None) -> Search
     """The world of a seed; all members of a group share it."""
     rng = random.Random(seed)
     things = _things(8 * level, rng, _shared_names(shared_names) if shared_names else None)
-    facts = {
-        thing: [
-            (relation, rng.choice([other for other in things[relation.other] if other != thing]))
-            for relation in RELATIONS
-            if relation.kind == kind
-        ]
-        for kind in REMARKS
-        for thing in things[kind]
-    }
     kinds = [(thing, kind) for kind in REMARKS for thing in things[kind]]
+    facts: dict[str, list[tuple[Relation, str]]] = {}
+    for thing, kind in kinds:
+        facts[thing] = []
+        for relation in RELATIONS:
+            if relation.kind == kind:
+                others = [other for other in things[relation.other] if other != thing]
+                facts[thing].append((relation, rng.choice(others)))
     numbers = rng.sample(range(1000, 10_000), len(kinds))
     documents = tuple(
         Document(number, thing, _text(thing, facts[thing], REMARKS[kind], rng))

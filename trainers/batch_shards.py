@@ -105,13 +105,11 @@ def gather_rows(
             list(islice(of_rank, len(shard[0])))
             for of_rank, shard in zip(unread, of_part, strict=True)
         ]
-        rows = range(len(values[0][0]))
-        gathered.append(
-            [
-                gather(part, of_part, [[one_KN[row] for one_KN in own] for own in values])
-                for row in rows
-            ]
-        )
+        rows = []
+        for row in range(len(values[0][0])):
+            of_row = [[one_KN[row] for one_KN in own] for own in values]
+            rows.append(gather(part, of_part, of_row))
+        gathered.append(rows)
     return np.concatenate(gathered, axis=1)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentrl.batch import TrainBatch
-from agentrl.placement.rows import Row, pack_rows
+from agentrl.placement.rows import Row, pack_rows, time_of
 from agentrl.tokens.arrays import IntArray
 from agentrl.trainers.compute.prefixes import (
     PrefixFamily,
@@ -82,18 +82,14 @@ def micro_batches(
     ]
     sequences = [sequence for row in rows for sequence in row]
     ordered = batch.ordered([trained[number] for sequence in sequences for number in sequence])
-    made = (
-        MicroBatch(
-            part,
-            np.asarray([trained[number] for number in sequence], np.int32),
-            find_shared([texts[number] for number in sequence]),
-            sees=sees,
-        )
-        for part, sequence in zip(
-            ordered.split([len(sequence) for sequence in sequences]), sequences, strict=True
-        )
-    )
-    return [[next(made) for _ in row] for row in rows]
+    parts_left = iter(ordered.split([len(sequence) for sequence in sequences]))
+
+    def micro_batch(sequence: Sequence[int]) -> MicroBatch:
+        samples = np.asarray([trained[number] for number in sequence], np.int32)
+        shared = find_shared([texts[number] for number in sequence])
+        return MicroBatch(next(parts_left), samples, shared, sees=sees)
+
+    return [[micro_batch(sequence) for sequence in row] for row in rows]
 
 
 def _texts(batch: TrainBatch, samples: Sequence[int]) -> list[IntArray]:
@@ -127,7 +123,7 @@ def _rows(texts: Sequence[IntArray], tokens: int, parts: int, attention: float) 
             _cost(family.computed, np.take(lengths, family.numbers), attention) for family in found
         ]
         rows = pack_rows([family.counted for family in found], costs, tokens, parts)
-        seconds = sum(max(sum(costs[one] for one in packed) for packed in row) for row in rows)
+        seconds = time_of(rows, costs)
         if best is None or seconds < best[0]:
             best = seconds, [[_members(found, packed) for packed in row] for row in rows]
     return best[1] if best else []

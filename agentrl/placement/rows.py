@@ -45,7 +45,7 @@ def pack_rows(tokens: Sequence[int], costs: Sequence[float], limit: int, ranks: 
     rows.sort(key=lambda row: tokens[row[0][0]] <= limit)
     long = sum(tokens[row[0][0]] > limit for row in rows)
     even = _spread(rows[long:], tokens, costs, limit, ranks) if ranks > 1 else None
-    if even and _slowest(even, costs) < _slowest(rows[long:], costs):
+    if even and time_of(even, costs) < time_of(rows[long:], costs):
         return [*rows[:long], *even]
     return rows
 
@@ -88,9 +88,13 @@ def _spread(
     return [packed[first : first + ranks] for first in range(0, len(packed), ranks)]
 
 
-def _slowest(rows: Sequence[Row], costs: Sequence[float]) -> float:
-    """The time of rows."""
-    return sum(max(sum(costs[number] for number in one) for one in row) for row in rows)
+def time_of(rows: Sequence[Row], costs: Sequence[float]) -> float:
+    """The time of rows, of which each takes as long as its costliest part."""
+    return sum(_slowest(row, costs) for row in rows)
+
+
+def _slowest(row: Row, costs: Sequence[float]) -> float:
+    return max(sum(map(costs.__getitem__, part)) for part in row)
 
 
 def lockstep_ratio(costs: Sequence[Sequence[float]], ranks: int) -> float:

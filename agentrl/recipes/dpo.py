@@ -190,6 +190,10 @@ def _batch(pairs: Sequence[Pair]) -> TrainBatch:
     return collate(replace(sample, group=number) for number, half in numbered for sample in half)
 
 
+def _tokens(half: Sequence[TrainingSample]) -> int:
+    return sum(len(sample.token_ids) for sample in half)
+
+
 def _within(
     run: Run, pairs: Sequence[Preference], renderer: TemplateRenderer, config: PreferencesConfig
 ) -> list[Pair]:
@@ -207,11 +211,7 @@ def _within(
             trajectory_from_messages(pair.rejected, renderer),
         )
         made.append((to_samples(better, 1.0), to_samples(worse, -1.0)))
-    short = [
-        pair
-        for pair in made
-        if all(sum(len(s.token_ids) for s in half) <= config.max_tokens for half in pair)
-    ]
+    short = [pair for pair in made if max(map(_tokens, pair)) <= config.max_tokens]
     if len(short) < len(made):
         run.display.say(
             f"{len(made) - len(short)} of {len(made)} pairs are longer than {config.max_tokens}"

@@ -4,7 +4,7 @@ another library.
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,15 +69,7 @@ async def recorded(config: RecordingsConfig, renderer: TemplateRenderer) -> list
     path, least = config.path, config.least_score
     kinds = [path / kind for kind in ("trajectories", "unrewarded") if (path / kind).is_dir()]
     found = await asyncio.to_thread(
-        lambda: [
-            one
-            for one in (
-                [one for kind in kinds for one in read_recordings(kind)]
-                if kinds
-                else _of_others(path, renderer)
-            )
-            if one.trajectory.turns
-        ]
+        lambda: [one for one in _read(path, kinds, renderer) if one.trajectory.turns]
     )
     if not found:
         raise ConfigError(f"recipe.recordings.path: {path} has no conversations yet")
@@ -96,6 +88,13 @@ async def recorded(config: RecordingsConfig, renderer: TemplateRenderer) -> list
             " (`model`), or one that is made from it"
         )
     return chosen
+
+
+def _read(path: Path, kinds: Sequence[Path], renderer: TemplateRenderer) -> list[Recorded]:
+    """All that is recorded in these folders of a run; without any, rollouts of others."""
+    if not kinds:
+        return _of_others(path, renderer)
+    return [one for kind in kinds for one in read_recordings(kind)]
 
 
 def _of_others(path: Path, renderer: TemplateRenderer) -> list[Recorded]:

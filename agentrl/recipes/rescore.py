@@ -158,10 +158,10 @@ def changes(rescored: Sequence[Rescored]) -> Changes:
     for one in both:
         key = (one.step, one.trajectory.task.id, one.trajectory.agent)
         groups.setdefault(key, []).append(one)
-    mixed = [
-        sum(not constant([getattr(one, name) for one in members]) for members in groups.values())
-        for name in ("before", "after")
-    ]
+    mixed = [0, 0]
+    for members in groups.values():
+        mixed[0] += not constant([one.before for one in members])
+        mixed[1] += not constant([one.after for one in members])
     orders = [
         (a.before - b.before) * (a.after - b.after)
         for members in groups.values()
