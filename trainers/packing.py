@@ -74,6 +74,8 @@ def micro_batches(
         ValueError: `tokens` is below 1.
     """
     trained = batch.loss_tokens_M.nonzero()[0].tolist()
+    if not trained:
+        return []
     texts = _texts(batch, trained)
     sees = any(text.min() < 0 for text in texts)
     rows = [
