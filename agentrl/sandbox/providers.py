@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from pydantic import ValidationError
 
@@ -26,7 +26,9 @@ class _Entry:
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+# By event loop, since the providers belong to theirs.
 _entries: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Choice, _Entry]] = WeakKeyDictionary()
+_expecting: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
 def read_choice(choice: Mapping[str, Any]) -> _Choice:
@@ -58,22 +60,31 @@ async def open_provider(choice: Mapping[str, Any]) -> SandboxProvider:
     return provider
 
 
+def expect_providers() -> None:
+    """Take a provider that cannot be opened in the running event loop for one that is away: other
+    processes of the run have played with it, so its settings are right.
+    """
+    _expecting.add(asyncio.get_running_loop())
+
+
 async def borrow_provider(choice: Mapping[str, Any]) -> SandboxProvider:
     """The running event loop's provider for this choice, opened at the first call. Each call needs
     a `give_back_provider`.
 
     Raises:
         ConfigError: as `open_provider`.
-        SandboxOutageError: it has been open before, and cannot be opened again now.
+        SandboxOutageError: it has been open before, here or elsewhere in the run
+        (`expect_providers`), and cannot be opened again now.
     """
-    entries = _entries.setdefault(asyncio.get_running_loop(), {})
+    loop = asyncio.get_running_loop()
+    entries = _entries.setdefault(loop, {})
     entry = entries.setdefault(read_choice(choice), _Entry())
     async with entry.opening:
         if entry.pool is None:
             try:
                 entry.pool = SandboxPool(await open_provider(choice))
             except ConfigError as error:
-                if not entry.has_opened:
+                if not entry.has_opened and loop not in _expecting:
                     raise
                 # Its settings are right, then, and what it needs is away for a while.
                 raise SandboxOutageError(str(error)) from error

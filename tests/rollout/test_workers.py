@@ -259,6 +259,33 @@ def test_a_worker_that_is_killed_or_stopped_costs_its_episodes_and_is_replaced(
         assert not Path(f"/proc/{(tmp_path / 'once').read_text()}").exists()
 
 
+@pytest.mark.slow
+def test_a_replaced_worker_waits_for_sandboxes_that_are_away(tmp_path):
+    away = tmp_path / "away"
+    boxed = {"name": "tests.rollout.worker_parts:Sandboxes", "away": str(away)}
+
+    async def main() -> None:
+        async with workers_at("processes", 1) as workers:
+            await play(workers, episode(sandbox=boxed))
+            away.touch()
+            once = str(tmp_path / "once")
+            await play(workers, episode(3, once=once, how="SIGKILL"))
+            await eventually(lambda: workers.worker_count().alive == 1)
+            failed = (await play(workers, episode(sandbox=boxed))).status
+            assert isinstance(failed, Failed)
+            assert failed.outage
+            assert "could not reach the engine of containers" in failed.error
+            away.unlink()
+            assert (await play(workers, episode(sandbox=boxed))).status == Terminated()
+            away.touch()
+        # A run that begins without them says what is wrong instead.
+        async with workers_at("processes", 1) as workers:
+            with pytest.raises(ConfigError, match="could not reach the engine of containers"):
+                await play(workers, episode(sandbox=boxed))
+
+    asyncio.run(main())
+
+
 def test_a_worker_whose_event_loop_is_blocked_is_given_up(tmp_path):
     async def main() -> None:
         async with workers_at("processes", 1, silence=4.0) as workers:

@@ -18,7 +18,8 @@ from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.rollout.episode import EnvEpisodeRunner
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.workers.messages import PlayedPolicy
-from agentrl.testing import ScriptedEngine
+from agentrl.sandbox.providers import borrow_provider, give_back_provider
+from agentrl.testing import FakeSandboxes, ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Trajectory
 
@@ -35,6 +36,19 @@ def harm_once(once: str, how: str) -> None:
         os.kill(os.getpid(), getattr(signal, how))
 
 
+class Sandboxes(FakeSandboxes):
+    """A provider that cannot be opened while there is a file `away`."""
+
+    class Config(FakeSandboxes.Config):
+        away: str
+
+    @classmethod
+    async def open(cls, settings):
+        if await asyncio.to_thread(Path(settings.away).exists):
+            raise ConfigError("could not reach the engine of containers")
+        return cls(settings)
+
+
 def says(request: GenerateRequest) -> bytes:
     """An answer that depends on the request's seed and prompt."""
     return f"throw {request.seed % 1000} after {len(request.prompt_ids)}".encode()
@@ -46,6 +60,8 @@ class Dice:
     """
 
     async def reset(self, *, seed, options):
+        if "sandbox" in options:
+            await give_back_provider(await borrow_provider(options["sandbox"]))
         self.left = self.turns = 1 + seed % 4
         self.options = options
         return f"{self.left} throws left", {}

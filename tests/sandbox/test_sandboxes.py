@@ -34,7 +34,12 @@ from agentrl.sandbox.archive import archive_of, checked_archive, files_of
 from agentrl.sandbox.cut_output import CutOutput, KeptOutput
 from agentrl.sandbox.docker import DockerSandbox, DockerSandboxes, translated
 from agentrl.sandbox.jails import JailSandboxes
-from agentrl.sandbox.providers import borrow_provider, give_back_provider, open_provider
+from agentrl.sandbox.providers import (
+    borrow_provider,
+    expect_providers,
+    give_back_provider,
+    open_provider,
+)
 from agentrl.sandbox.sandbox_pool import SandboxPool
 from agentrl.testing import FakeSandboxes
 from agentrl.trajectory import Failed
@@ -467,8 +472,15 @@ def test_a_provider_that_was_open_before_is_away_and_not_wrong() -> None:
         await (await again.start(SPEC)).close()
         await give_back_provider(again)
 
+    async def elsewhere() -> None:
+        expect_providers()
+        await borrow_provider({"name": f"{__name__}:Restarted"})
+
     Restarted.opened = 0
     asyncio.run(main())
+    Restarted.opened = 1
+    with pytest.raises(SandboxOutageError, match="could not reach the engine"):
+        asyncio.run(elsewhere())
     Restarted.opened = 1
     with pytest.raises(ConfigError, match="could not reach the engine"):
         asyncio.run(borrow_provider({"name": f"{__name__}:Restarted"}))

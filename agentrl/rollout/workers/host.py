@@ -23,6 +23,7 @@ from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.workers.messages import (
     Cancel,
     Cancelled,
+    HavePlayed,
     Play,
     Played,
     PlayedPolicy,
@@ -36,6 +37,7 @@ from agentrl.rollout.workers.messages import (
 )
 from agentrl.rollout.workers.progress import ProgressSender
 from agentrl.rollout.workers.remote_engine import RemoteEngines
+from agentrl.sandbox.providers import expect_providers
 from agentrl.trajectory import Trajectory
 
 PULSE_SECONDS = 1.0
@@ -130,6 +132,8 @@ class _Playing:
             case Welcome(there):
                 ahead = elapsed() - there
                 self.ahead = ahead if abs(ahead) > _SAME_CLOCK_SECONDS else 0.0
+            case HavePlayed():
+                expect_providers()
             case Stop():
                 self.stopped.set()
 

@@ -6,7 +6,7 @@
     controller ── ServesDirectly ─▶ worker    which replicas it may ask itself
                ◀─ AskedDirectly ──            what it has asked there
     controller ◀─ Ready, Pulse ── worker      that it plays, and a sign of life of its event loop
-    controller ── Welcome, Stop ─▶ worker
+    controller ── Welcome, HavePlayed, Stop ─▶ worker
 
 Requests to an engine travel as agentrl/cluster/engine_link.py says, over this link or over one
 to the engine itself.
@@ -101,6 +101,12 @@ class Welcome(NamedTuple):
 
     elapsed: float
     """The controller's clock, by which times in trajectories are told (`agentrl.flow.elapsed`)."""
+
+
+class HavePlayed(NamedTuple):
+    """A worker of the run has played an episode that did not fail: what cannot be opened from now
+    on is away for a while, and not wrong.
+    """
 
 
 class Stop(NamedTuple):

@@ -35,7 +35,7 @@ from agentrl.protocols import Engine
 from agentrl.rollout.assignment import Assignment, Report, ignore_reports
 from agentrl.rollout.workers.connection import ROLE, WorkerConnection
 from agentrl.rollout.workers.host import OpenParts, RolloutWorker
-from agentrl.rollout.workers.messages import PlayedPolicy, Stop
+from agentrl.rollout.workers.messages import HavePlayed, PlayedPolicy, Stop
 from agentrl.rollout.workers.scaling import WorkerScaling
 from agentrl.rollout.workers.served_engines import ServedEngines
 from agentrl.settings.sampling import SamplingParams
@@ -119,6 +119,7 @@ class RolloutWorkers:
         self._changed = asyncio.Event()
         self._suspicion = Suspicion(LethalTaskError, "rollout workers")
         self._has_played = False
+        self._has_ended_well = False
         self._num_ended = 0
         self._lost = 0
         self._ended_cpu_seconds = 0.0
@@ -188,6 +189,9 @@ class RolloutWorkers:
             if not died:
                 self._suspicion.ended(suspect)
         self._has_played = True
+        if not self._has_ended_well and not any(isinstance(one.status, Failed) for one in played):
+            self._has_ended_well = True
+            self._broadcast(HavePlayed())
         place.supervised.progress()
         return played
 
@@ -236,6 +240,8 @@ class RolloutWorkers:
         """Take a worker that has connected, in the place of the last one of its rank."""
         connection = WorkerConnection(rank, link, self.engines, self._flow, self._changed.set)
         self._connections[rank] = connection
+        if self._has_ended_well:
+            link.send(HavePlayed())
         return connection.take
 
     async def _scale(self, scaling: WorkerScaling, door: Door) -> None:
