@@ -112,6 +112,9 @@ class SimulatedEnvsConfig(Settings):
     """Share of attempts in which each step takes `slow_drip_factor` times as long."""
     slow_drip_factor: float = Field(10.0, ge=1)
     """Factor by which each step of such an attempt takes longer."""
+    cores: int | None = Field(None, gt=0)
+    """Cores that compute the resets and steps of all environments, each one at a time; the others
+    wait. None: there are enough."""
     outages: tuple[SimulatedOutage, ...] = ()
     """Times in which no environment can be reached: `[{at: 100, seconds: 20}]`."""
 
@@ -125,6 +128,26 @@ class SimulatedEnvsConfig(Settings):
         return self
 
 
+class SimulatedCpuConfig(Settings):
+    """CPU time of the controller and of the rollout workers (`rollout.workers`), each of which is
+    one core. With all times 0, they cost nothing.
+
+    `benchmarks/at_scale.py` has the times of a machine, and how they were measured.
+    """
+
+    turn_seconds: float = Field(0.0, ge=0)
+    """Of a turn, in the process that plays it: rendering, tokenising, requests, and environments
+    that compute there."""
+    controller_episode_seconds: float = Field(0.0, ge=0)
+    """Of an episode, in the controller: tickets, slots, ledger, score."""
+    controller_turn_seconds: float = Field(0.0, ge=0)
+    """Of each turn that a rollout worker has played, in the controller: its part of the arrays and
+    reports."""
+    batch_episode_seconds: float = Field(0.0, ge=0)
+    """Of each episode of a batch, in the controller, before the trainer's step: samples, metrics,
+    files."""
+
+
 class SimulationConfig(Settings):
     """The models of engine, environments and trainer in a simulated run."""
 
@@ -132,6 +155,7 @@ class SimulationConfig(Settings):
     engines: int = Field(1, ge=1)
     """Replicas of the engine."""
     env: SimulatedEnvsConfig = SimulatedEnvsConfig()
+    cpu: SimulatedCpuConfig = SimulatedCpuConfig()
     episode_seconds: Latency | None = None
     """If given, an episode is one span of this many seconds, without engine and environments, to
     study the scheduler alone. Three times as fast to simulate."""

@@ -21,6 +21,7 @@ from agentrl.flow import now
 from agentrl.protocols import ResetResult, StepResult
 from agentrl.rollout.seeds import derive_seed
 from agentrl.simulate.config import SimulatedEnvsConfig, SimulatedOutage
+from agentrl.simulate.cores import Cores
 
 Trouble = Literal["none", "hung", "crash", "fail_slow", "slow_drip"]
 
@@ -81,6 +82,8 @@ class SimulatedEnvs:
             > 0
         )
         self._tasks: OrderedDict[int, _Members] = OrderedDict()
+        self.cores = Cores(self._config.cores) if self._config.cores else None
+        """Those that compute resets and steps; None if there are enough."""
         self.made = 0
         """Environments made so far."""
         self.closed = 0
@@ -192,6 +195,13 @@ class SimulatedEnvs:
                     raise OutageError("the simulated server cannot be reached")
                 raise SimulatedCrashError("the simulated server has lost the episode")
 
+    async def take(self, seconds: float) -> None:
+        """Let a reset or a step take so long, on a core if they are counted."""
+        if self.cores is None:
+            await asyncio.sleep(seconds)
+        else:
+            await self.cores.compute(seconds)
+
     def seconds(self, attempt: "Attempt", turn: int) -> float:
         """Seconds that a step takes, including its trouble."""
         seconds = attempt.plan.step_seconds[turn]
@@ -262,11 +272,11 @@ class SimulatedEnv:
             self._envs.closed += 1
 
     async def _slow_reset(self, seconds: float) -> ResetResult:
-        await asyncio.sleep(seconds)
+        await self._envs.take(seconds)
         return "go", {}
 
     async def _slow_step(self, attempt: Attempt, seconds: float) -> StepResult:
-        await asyncio.sleep(seconds)
+        await self._envs.take(seconds)
         return self._take_turn(attempt)
 
     def _take_turn(self, attempt: Attempt) -> StepResult:

@@ -45,6 +45,7 @@ def _facts(report: Report, bound: int) -> list[tuple[str, str]]:
             f"{report.slot_utilisation:.1%} of its slots in use on average, "
             f"live episodes limited to {report.metrics['live_episodes/limit']:.0f} at the end",
         ),
+        *_processes(report),
         ("staleness", f"at most {report.largest_staleness} (bound {bound})"),
         ("  of groups", _shares(report.staleness_groups)),
         ("  of tokens", _shares(report.staleness_tokens)),
@@ -62,6 +63,16 @@ def _facts(report: Report, bound: int) -> list[tuple[str, str]]:
             f"{1e6 * report.cpu_seconds / max(1, report.episodes):.0f} µs an episode",
         ),
     ]
+
+
+def _processes(report: Report) -> list[tuple[str, str]]:
+    """How busy the processes and cores are whose CPU time is counted."""
+    loads = (
+        ("controller", "busy", report.controller_load),
+        ("workers", "busy on average", report.worker_load),
+        ("env cores", "busy on average", report.env_core_load),
+    )
+    return [(name, f"{how} {load:.1%} of the time") for name, how, load in loads if load]
 
 
 def _shares(counts: Counter[int]) -> str:

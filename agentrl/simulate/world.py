@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import Any
 
 from agentrl.engines.router import Router
@@ -26,12 +27,14 @@ from agentrl.plugins import NoSettings
 from agentrl.protocols import Reward, TaskSource
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.engine_policy import EnginePolicy
-from agentrl.rollout.episode import EnvEpisodeRunner
+from agentrl.rollout.episode import EnvEpisodeRunner, Policy
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.seeds import derive_seed
 from agentrl.settings.sampling import SamplingParams
-from agentrl.simulate.config import SimulationConfig
+from agentrl.simulate.config import SimulatedCpuConfig, SimulationConfig
+from agentrl.simulate.cores import Cores
+from agentrl.simulate.cpu_time import PolicyOnCore, RunnerOnCores
 from agentrl.simulate.engine import LengthOf, SimulatedEngine
 from agentrl.simulate.env import EpisodePlanOf, SimulatedEnvs
 from agentrl.simulate.episode import SpanEpisodeRunner
@@ -83,6 +86,12 @@ class Report:
     leaked_requests: int = 0
     leaked_slots: int = 0
     timeline: list[Moment] = field(default_factory=list)
+    controller_load: float = 0.0
+    """Share of the time in which the controller computed (`simulation.cpu`)."""
+    worker_load: float = 0.0
+    """The same of the rollout workers, on average."""
+    env_core_load: float = 0.0
+    """The same of the environments' cores (`simulation.env.cores`)."""
 
     @property
     def largest_staleness(self) -> int:
@@ -136,11 +145,14 @@ class World:
         engines = [SimulatedEngine(served, self.length_of) for _ in range(simulation.engines)]
         envs = SimulatedEnvs(simulation.env, self.seed, self.plan_of)
         host = EnvPool({"simulated": envs}, self.rollout.deadlines)
+        controller = Cores(1)
         with Ledger(self.ledger) as ledger:
             async with Router(engines, update=self.weight_update) as router:
-                rollouts = self._rollouts(router, host, ledger, events)
+                runner, workers = self._runner(router, host, controller)
+                rollouts = self._rollouts(router, runner, ledger, events)
                 async with rollouts, _record_timeline(report, rollouts, router):
-                    await self._train(report, rollouts, router, self._device_sharing(router))
+                    sharing = self._device_sharing(router)
+                    await self._train(report, rollouts, router, sharing, controller)
                     report.metrics = rollouts.metrics()
                 stats = router.stats()
                 report.leaked_requests = stats.running + stats.waiting
@@ -152,6 +164,9 @@ class World:
                 )
             await host.close()
             report.seconds = now()
+            report.controller_load = controller.load()
+            report.worker_load = fmean(core.load() for core in workers) if workers else 0.0
+            report.env_core_load = envs.cores.load() if envs.cores else 0.0
             report.leaked_envs = envs.made - envs.closed
             report.task_fates, report.episode_fates = ledger.task_fates(), ledger.episode_fates()
             report.episodes = report.episode_fates.total
@@ -159,33 +174,52 @@ class World:
         report.blocked_seconds = report.metrics["blocked_seconds"]
         return report
 
-    def _rollouts(
-        self, router: Router, host: EnvPool, ledger: Ledger, events: EventLog
-    ) -> Rollouts:
+    def _runner(
+        self, router: Router, host: EnvPool, controller: Cores
+    ) -> tuple[EpisodeRunner, list[Cores]]:
+        """What plays the episodes, and the cores of the rollout workers."""
+        cpu, workers = self.simulation.cpu, self.rollout.worker_range
+        if cpu == SimulatedCpuConfig():
+            return self._runner_on(None, router, host), []
+        runner = RunnerOnCores(
+            cpu,
+            workers.max if workers else 0,
+            controller,
+            lambda core: self._runner_on(core, router, host),
+        )
+        return runner, runner.cores
+
+    def _runner_on(self, core: Cores | None, router: Router, host: EnvPool) -> EpisodeRunner:
+        """What plays episodes in a process with this core; without one, turns cost no CPU time."""
         simulation, config = self.simulation, self.rollout
-        steps = self.steps + (config.max_staleness + 1 if self.goes_on else 0)
+        if simulation.episode_seconds is not None:
+            return SpanEpisodeRunner.drawing(
+                simulation.episode_seconds,
+                self.seed,
+                lambda: router.policy_version,
+                config.deadlines.episode,
+            )
         renderer = SimulatedRenderer(simulation.prompt_tokens, simulation.observation_tokens)
         params = SamplingParams(
             max_tokens=config.sampling.max_tokens,
             temperature=config.sampling.temperature,
             stop_token_ids=renderer.stop_token_ids,
         )
-        policy = EnginePolicy(
+        policy: Policy = EnginePolicy(
             router,
             params,
             config.deadlines.generate,
             seconds_per_context_token=config.deadlines.seconds_per_context_token,
         )
-        runner: EpisodeRunner = EnvEpisodeRunner(
-            policy, renderer, host, config.budget, config.deadlines.episode
-        )
-        if simulation.episode_seconds is not None:
-            runner = SpanEpisodeRunner.drawing(
-                simulation.episode_seconds,
-                self.seed,
-                lambda: router.policy_version,
-                config.deadlines.episode,
-            )
+        if core is not None:
+            policy = PolicyOnCore(policy, core, simulation.cpu.turn_seconds)
+        return EnvEpisodeRunner(policy, renderer, host, config.budget, config.deadlines.episode)
+
+    def _rollouts(
+        self, router: Router, runner: EpisodeRunner, ledger: Ledger, events: EventLog
+    ) -> Rollouts:
+        simulation, config = self.simulation, self.rollout
+        steps = self.steps + (config.max_staleness + 1 if self.goes_on else 0)
         return Rollouts(
             config,
             tasks=self.tasks or SeededTasks(NoSettings(), "simulated", self.seed),
@@ -212,13 +246,21 @@ class World:
         )
 
     async def _train(
-        self, report: Report, rollouts: Rollouts, router: Router, sharing: DeviceSharing
+        self,
+        report: Report,
+        rollouts: Rollouts,
+        router: Router,
+        sharing: DeviceSharing,
+        controller: Cores,
     ) -> None:
+        of_batch = self.simulation.cpu.batch_episode_seconds
         rng = Random(derive_seed(self.seed, "trainer"))
         for step in range(self.steps):
             began = now()
             groups = await rollouts.next_batch()
             _count_staleness(report, groups, step)
+            episodes = sum(len(group.trajectories) for group in groups)
+            await controller.compute(of_batch * episodes)
             seconds = self.simulation.train_seconds.sample(rng)
             report.train_seconds += seconds
             async with sharing.training():
