@@ -304,19 +304,28 @@ class RunningOn(Running):
 
 
 class RayOnMachines(RayCluster):
-    """`cluster=ray` whose engines and ranks live where the test wants them, while that is there."""
+    """`cluster=ray` whose engines, ranks and rollout workers live where the test wants them, while
+    that is there.
+    """
 
     class Config(RayCluster.Config):
         engines_on: tuple[str, ...] = ()
         """The address of each engine's machine."""
         trainer_on: tuple[str, ...] = ()
         """The address of each rank's machine."""
+        workers_on: tuple[str, ...] = ()
+        """The address of each rollout worker's machine."""
         they_move: bool = True
-        """Whether Ray may choose another machine for them; it must when that is gone."""
+        """Whether Ray may choose another machine for engines and ranks; it must when that is gone,
+        and then it does for rollout workers too."""
 
     def _unplaced(self) -> Unplaced:
         assert isinstance(self.config, RayOnMachines.Config)
-        wanted = {"engine": self.config.engines_on, "trainer": self.config.trainer_on}
+        wanted = {
+            "engine": self.config.engines_on,
+            "trainer": self.config.trainer_on,
+            "rollout": self.config.workers_on,
+        }
         return _OnMachines(wanted, self.config.they_move)
 
 
@@ -335,6 +344,8 @@ class _OnMachines(Unplaced):
         all_nodes: Any = ray.nodes
         for node in all_nodes() if rank < len(wanted) else ():
             if node["Alive"] and node["NodeManagerAddress"] == wanted[rank]:
-                there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=self._they_move)
+                # As a wish, Ray sometimes starts it elsewhere although there is room.
+                moves = self._they_move and role != "rollout"
+                there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=moves)
                 return {**options, "scheduling_strategy": there}
         return options

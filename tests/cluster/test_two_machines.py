@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import pytest
 
+from agentrl.ledger.ledger import Fate, Fates, read_ledger
 from tests.cluster.chaos import CONFIG, nothing_is_lost
 from tests.cluster.machines import Machine, RunningOn, TwoMachines, made_machines, wait_until
 from tests.commands import ROOT
@@ -291,3 +293,63 @@ def test_a_trainer_on_another_machine_than_the_driver_sends_weights_past_it(
         # Of every sampled token, the logprob is that of the version that was trained with it.
         assert max(row["logprob_gap_max"] for row in rows()) < 1e-4
         wait_until(lambda: not (here.stores() or there.stores()), "end of all files")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("phase", ["generating", "updating weights"])
+def test_a_run_goes_on_when_the_machine_of_a_rollout_worker_is_cut_off(
+    phase: str, two_machines: TwoMachines, tmp_path: Path
+) -> None:
+    here, there = two_machines.first, two_machines.second
+    run = RunningOn(
+        tmp_path / "run",
+        [
+            "cluster.name=tests.cluster.machines:RayOnMachines",
+            f'cluster.engines_on=["{here.address}","{there.address}"]',
+            f'cluster.workers_on=["{here.address}","{there.address}"]',
+            f'cluster.trainer_on=["{here.address}","{here.address}"]',
+            *("cluster.engines=2", "cluster.env_workers=0", "cluster.reward_workers=0"),
+            *(f"cluster.address={two_machines.address}", "cluster.lease=600"),
+            "rollout.workers=2",
+        ],
+        CONFIG,
+        patience=PATIENCE_SECONDS,
+        machine=here,
+    )
+
+    def players(machine: Machine) -> list[int]:
+        return [
+            p for p in machine.processes() if title(psutil.Process(p)).startswith("ray::rollout")
+        ]
+
+    def episodes() -> Fates:
+        with read_ledger(run.folder / "ledger.sqlite") as ledger:
+            return ledger.episode_fates()
+
+    with two_machines.ray(tmp_path), run:
+        run.start()
+        run.wait_for("first steps", lambda: run.steps() >= 2, PATIENCE_SECONDS)
+        assert (len(players(here)), len(players(there))) == (1, 1)
+        with run.in_phase(phase):
+            there.cut()
+        before = run.steps()
+        run.wait_for("steps without it", lambda: run.steps() >= before + 2, PATIENCE_SECONDS)
+        there.reconnect()
+        wait_until(there.has_ended, "end of its node")
+        wait_until(lambda: not players(there), "end of the worker that was cut off")
+        there.stop_ray()
+        two_machines.start_node(there, tmp_path)
+        before = run.steps()
+        run.wait_for("more steps", lambda: run.steps() >= before + 2, PATIENCE_SECONDS)
+        run.stop()
+        nothing_is_lost(run)
+        rows = [
+            json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert max(row.get("restarts/rollout", 0) for row in rows) >= 1
+        assert max(row["logprob_gap_max"] for row in rows) < 1e-4
+        # Each episode has one fate: those of a step were trained, whoever played them.
+        fates = episodes()
+        assert fates.trained in (8 * run.steps(), 8 * run.steps() + 8)
+        named = (getattr(fates, name) for name in (*get_args(Fate), "open"))
+        assert sum(named) == fates.total
