@@ -1,14 +1,16 @@
 """What rollout workers (`rollout.workers`) gain, and what an episode costs the controller.
 
     python benchmarks/workers.py [--episodes 64] [--workers 0 1 2] [--burn 0 5] [--turns 4 16 64]
-        [--actor]
+        [--actor] [--pause 0]
 
 The engine answers at once; scheduler, ledger, renderer and links are the real ones. The first table
 has turns per second with environments that compute for `--burn` milliseconds a step, for each
 number of workers, the CPU time of the controller, and how long the workers took to start (the first
 time, with the imports of the process that they are forked from). The second has the CPU time of the
 controller for an episode of so many `--turns`, without workers and with most of them: until it is
-in a batch of the scheduler, and to make the samples of the batch, to measure and to write it.
+in a batch of the scheduler (of all threads, and of the event loop alone), and to make the samples
+of the batch, to measure and to write it. The threads of Ray cost by second, not by episode, and so
+do reports of live episodes: with `--pause`, steps wait for so many seconds, which costs no CPU.
 
 The engine is in the controller. With `--actor`, the second table also has rows with one in an actor
 of Ray, which workers ask themselves.
@@ -116,11 +118,12 @@ class InstantEngine(Engine):
 
 
 class Room:
-    """Plays a number of turns, and computes in each."""
+    """Plays a number of turns, and waits and computes in each."""
 
-    def __init__(self, turns: int, burn: float) -> None:
+    def __init__(self, turns: int, burn: float, pause: float) -> None:
         self._turns = turns
         self._burn = burn
+        self._pause = pause
 
     async def reset(self, *, seed: int, options: object) -> tuple[str, dict[str, object]]:
         """Begin."""
@@ -128,7 +131,9 @@ class Room:
         return OBSERVATION, {}
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
-        """Compute for `burn` seconds of CPU time."""
+        """Wait for `pause` seconds, and compute for `burn` seconds of CPU time."""
+        if self._pause:
+            await asyncio.sleep(self._pause)
         until = time.thread_time() + self._burn
         while time.thread_time() < until:
             pass
@@ -141,11 +146,11 @@ class Room:
 
 @asynccontextmanager
 async def parts(
-    model: Path, turns: int, burn: float, engine: Callable[[str], Engine]
+    model: Path, turns: int, burn: float, pause: float, engine: Callable[[str], Engine]
 ) -> AsyncIterator[Callable[[PlayedPolicy], EpisodeRunner]]:
     """What a worker plays with, and the controller if there are none."""
     renderer = TemplateRenderer.of_model(model)
-    envs = EnvPool({"room": partial(Room, turns, burn)}, Deadlines())
+    envs = EnvPool({"room": partial(Room, turns, burn, pause)}, Deadlines())
 
     def make_runner(policy: PlayedPolicy) -> EpisodeRunner:
         served = EnginePolicy(engine(policy.engine), policy.sampling, 600.0)
@@ -162,6 +167,8 @@ class Measured:
     turns_per_second: float
     cpu_ms_per_episode: float
     """Of the controller."""
+    loop_cpu_ms_per_episode: float
+    """Of its event loop alone, without the threads of the ledger and of Ray."""
     recording_cpu_ms_per_episode: float = 0.0
     """Of the controller, to make, measure and write a batch."""
     start_seconds: float = 0.0
@@ -186,13 +193,20 @@ def make_engine(token_ids: Sequence[int], config: NoSettings, model: Path) -> In
 
 
 async def measure(
-    model: Path, workers: int, episodes: int, turns: int, burn: float, *, place: str = "controller"
+    model: Path,
+    workers: int,
+    episodes: int,
+    turns: int,
+    burn: float,
+    *,
+    place: str = "controller",
+    pause: float = 0.0,
 ) -> Measured:
     """Play a batch of episodes, with an engine at this place."""
     renderer = TemplateRenderer.of_model(model)
     words = "I take the key, and I try to open the door with it. "
     token_ids = list(renderer.answer_ids(words * 40))[:ANSWER_TOKENS]
-    opened = partial(parts, model, turns, burn)
+    opened = partial(parts, model, turns, burn, pause)
     policy = PlayedPolicy("policy", SAMPLING, trained=True)
     async with engine_at(place, token_ids, model) as engine:
         if not workers:
@@ -230,16 +244,21 @@ async def play(runner: EpisodeRunner, engine: Engine, episodes: int, turns: int)
             while apart and await scribe.call(os.getpid) == os.getpid():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
             await record(scribe, Path(folder), [])
-            cpu, wall = time.process_time(), time.perf_counter()
+            cpu, loop, wall = time.process_time(), time.thread_time(), time.perf_counter()
             async with rollouts.new_weights(1):
                 await engine.update_weights({}, 1)
             groups = await rollouts.next_batch()
-            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            cpu, loop = time.process_time() - cpu, time.thread_time() - loop
+            wall = time.perf_counter() - wall
             recording = time.process_time()
             await record(scribe, Path(folder), groups)
             recording = time.process_time() - recording
         ledger.close()
-    return Measured(episodes * turns / wall, 1000 * cpu / episodes, 1000 * recording / episodes)
+    rate = episodes * turns / wall
+    of_all, of_loop, of_recording = (
+        1000 * seconds / episodes for seconds in (cpu, loop, recording)
+    )
+    return Measured(rate, of_all, of_loop, of_recording)
 
 
 async def record(scribe: Scribe, folder: Path, groups: list[Group]) -> None:
@@ -261,6 +280,7 @@ def main() -> None:
     parser.add_argument("--burn", type=float, nargs="+", default=[0.0, 5.0])
     parser.add_argument("--turns", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--actor", action="store_true")
+    parser.add_argument("--pause", type=float, default=0.0)
     chosen = parser.parse_args()
     places = ["controller", "actor"] if chosen.actor else ["controller"]
     if chosen.actor:
@@ -286,16 +306,26 @@ def main() -> None:
                     f"{found.cpu_ms_per_episode / 8:.3f}",
                 )
         console.print(by_workers)
-        by_turns = Table("turns", "workers", "engine", "controller: CPU-ms an episode", "recorded")
+        by_turns = Table(
+            "turns",
+            "workers",
+            "engine",
+            "controller: CPU-ms an episode",
+            "of its event loop",
+            "recorded",
+        )
         for turns in chosen.turns:
             for workers, place in product((0, max(chosen.workers)), places):
-                measured = measure(model, workers, chosen.episodes, turns, 0.0, place=place)
+                measured = measure(
+                    model, workers, chosen.episodes, turns, 0.0, place=place, pause=chosen.pause
+                )
                 found = run_steadily(measured)
                 by_turns.add_row(
                     str(turns),
                     str(workers),
                     place,
                     f"{found.cpu_ms_per_episode:.2f}",
+                    f"{found.loop_cpu_ms_per_episode:.2f}",
                     f"{found.recording_cpu_ms_per_episode:.2f}",
                 )
         console.print(by_turns)
