@@ -100,16 +100,17 @@ def test_workers_share_the_turns_and_the_controller_keeps_the_episodes() -> None
 
 
 def test_environments_wait_for_their_cores() -> None:
-    step = {"step_seconds": Constant(value=1.0)}
-    assert simulated({}, **step).step_seconds == close([4.0, 4.0])
-    few = simulated({}, cores=16, **step)
+    second = Constant(value=1.0)
+    assert simulated({}, step_seconds=second).step_seconds == close([4.0, 4.0])
+    few = simulated({}, cores=16, step_seconds=second)
     assert few.step_seconds == close([16.0, 16.0])
     assert few.env_core_load == close(1.0)
 
 
 def test_cpu_times_of_zero_change_no_event() -> None:
-    step = {"step_seconds": Constant(value=1.0)}
-    without, with_workers = simulated({}, **step), simulated({}, workers=8, **step)
+    second = Constant(value=1.0)
+    without = simulated({}, step_seconds=second)
+    with_workers = simulated({}, workers=8, step_seconds=second)
     assert without.event_hash == with_workers.event_hash
 
 
