@@ -64,7 +64,11 @@ class AgentAddress:
             if place is not None and place.where == "inside":
                 return SandboxedAgent(agent, place, registry)
             within = registry if registry.config.network == "gateway" else None
-            command = agent if isinstance(agent, str) else agent.command(registry.config.model)
+            command = (
+                agent
+                if isinstance(agent, str)
+                else agent.command(registry.config.model, contained=within is not None)
+            )
             return CommandAgent(command, contained_by=within)
         if python is None and isolation != "process":
             return FunctionAgent(plugins.load("agents", self.rest), self.rest)

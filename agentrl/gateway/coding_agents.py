@@ -40,13 +40,21 @@ class CodingAgent:
     """A pattern of the paths in its home where it writes down what happened; empty: it does not."""
     ends: tuple[int, ...] = (0,)
     """The exit statuses with which it has ended by itself. With another one it has failed."""
+    file_sockets: bool = False
+    """Whether it needs sockets of files, as it does to run commands in terminals of tmux."""
 
-    def command(self, model: str) -> str:
-        """The command that plays it, for a policy of this name.
+    def command(self, model: str, contained: bool = False) -> str:
+        """The command that plays it, for a policy of this name. `contained`: it will be able to
+        reach nothing but the gateway.
 
         Raises:
-            ConfigError: it is not installed.
+            ConfigError: it is not installed, or cannot work so.
         """
+        if contained and self.file_sockets:
+            raise ConfigError(
+                f"gateway.network=gateway: {self.program} needs sockets of files, which this does"
+                " not allow; write gateway.network=open"
+            )
         found = which(self.program)
         if found is None:
             raise ConfigError(
@@ -190,4 +198,19 @@ MINI_SWE_AGENT = CodingAgent(
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     },
     transcript="trajectory.json",
+)
+OPENHANDS = CodingAgent(
+    program="openhands",
+    arguments=("--headless", "--override-with-envs", "--task", "{instruction}"),
+    install="uv tool install --python 3.12 openhands",
+    variables={
+        "LLM_MODEL": "openai/{model}",
+        "LLM_BASE_URL": "{base_url}",
+        "LLM_API_KEY": "{api_key}",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "OPENHANDS_SUPPRESS_BANNER": "1",
+        "TMUX_TMPDIR": "{home}",  # else all episodes have one server of terminals
+    },
+    transcript=".openhands/conversations/*/events/*.json",
+    file_sockets=True,
 )

@@ -22,6 +22,7 @@ from agentrl.gateway.coding_agents import (
     GEMINI_CLI,
     MINI_SWE_AGENT,
     OPENCODE,
+    OPENHANDS,
     QWEN_CODE,
     CodingAgent,
 )
@@ -124,6 +125,8 @@ def test_what_cannot_be_played_is_refused_before_any_work():
         scheme("codexx")
     with pytest.raises(ConfigError, match="on the PATH: install it by `npm i small`"):
         CodingAgent("no-such-program", (), "npm i small").command("policy")
+    with pytest.raises(ConfigError, match="openhands needs sockets of files"):
+        OPENHANDS.command("policy", contained=True)
     assert scheme("codex").rest == "codex"
 
 
@@ -140,6 +143,7 @@ class Real:
     argument: str = "command"
     more: Mapping[str, Any] = field(default_factory=dict)
     last: str = "Done."
+    network: str = "gateway"
 
     def says(self, prompt: str) -> str:
         """The answer to a prompt."""
@@ -190,6 +194,13 @@ REAL = {
         NodeVendor("@google/gemini-cli", ("@google/gemini-cli",), "node_cli.mjs"),
         "run_shell_command",
     ),
+    "openhands": Real(
+        OPENHANDS,
+        Vendor("openhands", ("openhands",), "openai_loop.py", python="3.12"),
+        "terminal",
+        more={"security_risk": "LOW"},
+        network="open",
+    ),
     "aider": Writing(AIDER, Vendor("aider-chat", ("aider-chat",), "openai_loop.py"), ""),
 }
 
@@ -208,7 +219,7 @@ def test_a_published_coding_agent_makes_a_file(name, tmp_path, monkeypatch):
         said.append(real.says(prompt))
         return said[-1]
 
-    played = play(real.agent, model, network="gateway")
+    played = play(real.agent, model, network=real.network)
     assert (played.status, played.env_return) == (Terminated(), 1.0)
     assert not any(turn.forked for turn in played.turns)
     assert [RENDERER.answer_text(turn.completion.token_ids) for turn in played.turns] == said

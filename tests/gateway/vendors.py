@@ -73,7 +73,7 @@ class Vendor:
     """A program, and what its episodes look like.
 
     `edits`: how many of an episode's calls change the conversation before them. `needs`: its
-    variables.
+    variables. `python`: the only version that it runs on; empty: this one.
     """
 
     name: str
@@ -83,12 +83,13 @@ class Vendor:
     calls: int = 2
     edits: int = 0
     needs: Mapping[str, str] = field(default_factory=dict)
+    python: str = ""
 
     def command(self, folder: Path) -> str:
         """The command that runs it, once it is installed."""
-        return shlex.join(
-            [str(_installed(folder / _plain(self.name), self.packages)), str(AGENTS / self.program)]
-        )
+        made_by = interpreter_of(self.python) if self.python else sys.executable
+        python = _installed(folder / _plain(self.name), self.packages, made_by)
+        return shlex.join([str(python), str(AGENTS / self.program)])
 
 
 @dataclass(frozen=True)
@@ -161,11 +162,23 @@ def _plain(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-def _installed(venv: Path, packages: tuple[str, ...]) -> Path:
+def interpreter_of(version: str) -> str:
+    """An interpreter of this version that there is on this machine. Skips the test if there is
+    none.
+    """
+    found = [shutil.which(f"python{version}") or ""]
+    found += map(str, sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python")))
+    for path in filter(None, found):  # pyenv has programs for versions that are not chosen
+        if not subprocess.run([path, "--version"], check=False, capture_output=True).returncode:
+            return path
+    pytest.skip(f"no Python {version} on this machine")
+
+
+def _installed(venv: Path, packages: tuple[str, ...], made_by: str = sys.executable) -> Path:
     """The interpreter that has these packages."""
     python = venv / "bin" / "python"
     if not python.exists():
-        _fetch([UV, "venv", "--quiet", "--python", sys.executable, str(venv)])
+        _fetch([UV, "venv", "--quiet", "--python", made_by, str(venv)])
     # Asks no one if it has them.
     _fetch([UV, "pip", "install", "--quiet", "--python", str(python), *packages])
     return python
