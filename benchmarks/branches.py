@@ -1,16 +1,19 @@
-"""Whether branches learn more from the same number of sampled tokens, or in the same time.
+"""Whether branches learn more from the same number of sampled tokens, or for the same CPU time.
 
     python benchmarks/branches.py                    # all problems, with the seeds 1, 2 and 4
-    python benchmarks/branches.py search --seeds 1   # in runs/branches-search-with-1, -without-1
+    python benchmarks/branches.py search --seeds 1   # in runs/branches-search-eights-1, and others
     python benchmarks/branches.py frozen_lake search --picture docs/pictures/branches.png
 
-For each seed a tiny model imitates a weak player and then learns a problem twice, with the same
-settings but for the groups: eight episodes from the beginning (`advantage=leave_one_out`), or four
-with a branch each (`advantage=branch`), which sample fewer tokens in a step and so take more steps.
-A row has the success on held-out tasks, interpolated between evaluations, when both have sampled a
-quarter, a half, three quarters and all of the tokens that the shorter of the two has; and the same
-by the seconds of training, which mean something if nothing else ran. At the end of a problem stands
-the mean difference over seeds with its standard error. A run that has ended is not trained again.
+For each seed a tiny model imitates a weak player, once, and from there learns a problem in three
+ways. Their settings differ in the groups alone: eight episodes from the beginning (`eights`) or
+four of them (`fours`), both with `advantage=leave_one_out`, or four with a branch each
+(`branches`, with `advantage=branch`). Smaller groups sample fewer tokens in a step, and so take
+more steps for the same tokens: `fours` tell what that alone does.
+
+A row has the success on held-out tasks, interpolated between evaluations, when all have sampled a
+quarter, a half, three quarters and all of the tokens that the shortest of them has; and the same
+by CPU seconds, of which each step has its share by time. At the end of a problem stand the mean
+differences over seeds, with their standard errors. A run that has ended is not trained again.
 """
 
 import argparse
@@ -28,13 +31,29 @@ from matplotlib.figure import Figure
 from training import run_to_end
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-ARMS = ("without", "with")
-COLOURS = ("#1f6f8b", "#c8553d")
-LONGER = 1.4
-"""How many times as many steps a run with branches has."""
 SHARES = (0.25, 0.5, 0.75, 1.0)
-AXES = {"tokens": "thousand tokens trained on", "seconds": "seconds of training"}
-"""What both may have spent equally much of, as it is called in pictures."""
+AXES = {"tokens": "thousand tokens trained on", "CPU seconds": "CPU seconds"}
+"""What all may have spent equally much of, as it is called in pictures."""
+EVALUATIONS = 4
+"""After the first one, of what was imitated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A way to make groups."""
+
+    colour: str
+    longer: float
+    """How many times as many steps it has as groups of eight."""
+    settings: tuple[str, ...]
+
+
+ARMS = {
+    "eights": Arm("#1f6f8b", 1.0, ("rollout.group_size=8", "algorithm.advantage=leave_one_out")),
+    "fours": Arm("#8a8a8a", 2.0, ("rollout.group_size=4", "algorithm.advantage=leave_one_out")),
+    "branches": Arm("#c8553d", 1.4, ("rollout.group_size=4", "algorithm.advantage=branch")),
+}
+COMPARED = (("branches", "eights"), ("branches", "fours"), ("fours", "eights"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +62,7 @@ class Problem:
 
     config: str
     steps: int
-    """Steps of a run without branches."""
+    """Steps of a run with groups of eight."""
     before: int
     """Branches leave before this turn: a usual length of episodes."""
 
@@ -68,43 +87,46 @@ class Curve:
         return np.interp(places, self.spent[axis], self.success).tolist()
 
 
+def imitated(name: str, seed: int) -> Path:
+    """The folder of the model that all ways begin with. Its run has one step, which none sees."""
+    folder = Path(f"runs/branches-{name}-imitated-{seed}")
+    settings = [f"seed={seed}", "steps=1", "rollout.groups_per_step=1", "evaluation.tasks=1"]
+    return run_to_end(folder, EXAMPLES / PROBLEMS[name].config, settings) / "demonstrations"
+
+
 def trained(name: str, arm: str, seed: int) -> Path:
     """The folder of a run that has ended; it is trained, if it has not been."""
     problem = PROBLEMS[name]
-    count = round(problem.steps * (LONGER if arm == "with" else 1))
+    count = round(problem.steps * ARMS[arm].longer)
     settings = [
         f"seed={seed}",
         f"steps={count}",
+        f"model={imitated(name, seed)}",
+        "recipe.demonstrations=null",
         "trainer.schedule=constant",
         "rollout.groups_per_step=16",
-        f"evaluation.every={max(1, problem.steps // 4)}",
+        f"evaluation.every={max(1, count // EVALUATIONS)}",
+        *ARMS[arm].settings,
     ]
-    if arm == "with":
-        branches = f"{{at: uniform, width: 1, budget: 1, before: {problem.before}}}"
-        settings += [
-            "rollout.group_size=4",
-            "algorithm.advantage=branch",
-            f"rollout.branches={branches}",
-            # Both begin with the same imitation, which is made once.
-            f"model=runs/branches-{name}-without-{seed}/demonstrations",
-            "recipe.demonstrations=null",
-        ]
-    else:
-        settings += ["rollout.group_size=8", "algorithm.advantage=leave_one_out"]
+    if arm == "branches":
+        where = f"{{at: uniform, width: 1, budget: 1, before: {problem.before}}}"
+        settings.append(f"rollout.branches={where}")
     folder = Path(f"runs/branches-{name}-{arm}-{seed}")
     return run_to_end(folder, EXAMPLES / problem.config, settings)
 
 
 def curve_of(folder: Path) -> Curve:
     """The evaluations of a run by the tokens that were sampled and trained on before, and by the
-    seconds that this took.
+    CPU seconds that this took.
     """
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = sorted((row for row in rows if "loss_tokens" in row), key=lambda row: row["step"])
     success = {int(row["step"]): row["eval/success"] for row in rows if "eval/success" in row}
+    seconds = list(accumulate((row["seconds"] for row in steps), initial=0.0))
+    busy = float((folder / "cpu_seconds").read_text()) / seconds[-1]
     spent = {
         "tokens": list(accumulate((row["loss_tokens"] for row in steps), initial=0.0)),
-        "seconds": list(accumulate((row["seconds"] for row in steps), initial=0.0)),
+        "CPU seconds": [busy * one for one in seconds],
     }
     at = sorted(success)
     return Curve(
@@ -114,7 +136,7 @@ def curve_of(folder: Path) -> Curve:
 
 
 def budget_of(curves: dict[str, Curve], axis: str) -> float:
-    """What both arms have spent."""
+    """What all ways have spent."""
     return min(curve.spent[axis][-1] for curve in curves.values())
 
 
@@ -133,32 +155,39 @@ def print_rows(name: str, seed: int, curves: dict[str, Curve]) -> None:
 
 
 def print_differences(name: str, by_seed: Sequence[dict[str, Curve]]) -> None:
-    """How much more success branches have, over the seeds."""
+    """How much more success one way has than another, over the seeds."""
     for axis in AXES:
-        differences = []
-        for curves in by_seed:
-            places = [share * budget_of(curves, axis) for share in SHARES]
-            without, with_them = (curves[arm].at(axis, places) for arm in ARMS)
-            differences.append([b - a for a, b in zip(without, with_them, strict=True)])
-        told = []
-        for values in zip(*differences, strict=True):
-            error = f" ± {stdev(values) / sqrt(len(values)):.1%}" if len(values) > 1 else ""
-            told.append(f"{fmean(values):+.1%}{error}")
-        print(f"| `{name}` | mean difference | | {axis} | | {' | '.join(told)} |", flush=True)
+        for one, other in COMPARED:
+            differences = []
+            for curves in by_seed:
+                places = [share * budget_of(curves, axis) for share in SHARES]
+                pair = zip(
+                    curves[one].at(axis, places), curves[other].at(axis, places), strict=True
+                )
+                differences.append([a - b for a, b in pair])
+            told = []
+            for values in zip(*differences, strict=True):
+                error = f" ± {stdev(values) / sqrt(len(values)):.1%}" if len(values) > 1 else ""
+                told.append(f"{fmean(values):+.1%}{error}")
+            print(
+                f"| `{name}` | mean | {one} - {other} | {axis} | | {' | '.join(told)} |", flush=True
+            )
 
 
 def draw(problems: dict[str, list[dict[str, Curve]]], path: Path) -> None:
-    """Means over seeds, and the range, by tokens and by seconds, into a PNG."""
+    """Means over seeds, and the range, by tokens and by CPU seconds, into a PNG."""
     figure = Figure(figsize=(3.2 * len(problems), 5), layout="constrained")
     panels = figure.subplots(len(AXES), len(problems), squeeze=False)
     for column, (name, by_seed) in enumerate(problems.items()):
         for panel, (axis, label) in zip(panels[:, column], AXES.items(), strict=True):
             grid = np.linspace(0, min(budget_of(curves, axis) for curves in by_seed), 60)
-            for arm, colour in zip(ARMS, COLOURS, strict=True):
+            for arm, way in ARMS.items():
                 values = np.array([curves[arm].at(axis, grid.tolist()) for curves in by_seed])
                 shown = grid / 1000 if axis == "tokens" else grid
-                panel.plot(shown, values.mean(0), color=colour, label=f"{arm} branches")
-                panel.fill_between(shown, values.min(0), values.max(0), color=colour, alpha=0.15)
+                panel.plot(shown, values.mean(0), color=way.colour, label=arm)
+                panel.fill_between(
+                    shown, values.min(0), values.max(0), color=way.colour, alpha=0.15
+                )
             panel.set_xlabel(label)
             panel.grid(alpha=0.3)
         panels[0, column].set_title(name)
@@ -182,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := sorted(set(given.names) - PROBLEMS.keys()):
         parser.error(f"there is no {unknown[0]!r}: {', '.join(PROBLEMS)}")
     shares = " | ".join(f"{share:.0%}" for share in SHARES)
-    print("| problem | seed | branches | equal | before | " + shares + " |")
+    print("| problem | seed | groups | equal | before | " + shares + " |")
     print(f"|{'---|' * (5 + len(SHARES))}")
     problems: dict[str, list[dict[str, Curve]]] = {}
     for name in given.names or PROBLEMS:
