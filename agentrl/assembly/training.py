@@ -36,6 +36,7 @@ from agentrl.protocols import (
     LatestCheckpoint,
     Trainer,
 )
+from agentrl.rollout.disagreement import Disagreement
 from agentrl.rollout.episode import Role
 from agentrl.rollout.opponents import Matches, Opponent, SelfPlay
 from agentrl.rollout.scheduler import Rollouts
@@ -149,9 +150,17 @@ class TrainingAssembly(RolloutAssembly):
             teaches=teaches,
             places=lambda: places_of(self.config, self.engine.worker_count().alive),
             tokens=self.tokens,
+            disagreement=self._known_disagreement(),
         )
         run.status.watch(rollouts.status)
         return rollouts
+
+    def _known_disagreement(self) -> Disagreement | None:
+        """What decides where to branch, if earlier trees do; it is kept in checkpoints."""
+        branches = self.config.rollout.branches
+        if branches is None or branches.at != "disagreement":
+            return None
+        return self.state.add("disagreement", Disagreement())
 
 
 @asynccontextmanager

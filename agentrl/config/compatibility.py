@@ -527,6 +527,20 @@ def branches_can_be_played(run: ConfiguredRun) -> str:
     )
 
 
+def branches_have_turns_to_choose_from(run: ConfiguredRun) -> str:
+    branches, limit = run.config.rollout.branches, run.config.rollout.budget.turns
+    if branches is None or branches.at != "disagreement":
+        return ""
+    turns = len(branches.possible(limit))
+    if turns > branches.budget // branches.width:
+        return ""
+    return (
+        f"rollout.branches.at=disagreement chooses among turns, and budget={branches.budget} is"
+        f" enough for all {turns} of them: write rollout.branches.at=every, or raise"
+        " rollout.branches.before or rollout.budget.turns"
+    )
+
+
 def episodes_have_others_to_be_normalised_with(run: ConfiguredRun) -> str:
     config, scope = run.config, run.config.batch_processing.normalize
     is_alone = config.rollout.groups_per_step == config.rollout.group_size == 1
@@ -921,6 +935,7 @@ RULES = (
         ),
         branches_can_be_played,
     ),
+    CompatibilityRule(("rollout.branches", "rollout.budget"), branches_have_turns_to_choose_from),
     CompatibilityRule(
         ("rollout", "algorithm", _NORMALIZE), episodes_have_others_to_be_normalised_with
     ),

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, combinations_with_replacement, product
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -68,6 +68,43 @@ class Branching:
 
     turns: tuple[int, ...] = ()
     width: int = 1
+
+    @property
+    def share(self) -> float:
+        """That of each branch in its tree."""
+        return 1 / (1 + len(self.turns) * self.width)
+
+    def ways(self, turns: Sequence[Turn]) -> Iterator[tuple[float, list[int]]]:
+        """The turns at which an episode with these turns branches, with their probabilities."""
+        yield 1.0, [turn for turn in self.turns if turn < len(turns)]
+
+
+class Plan(Protocol):
+    """Where an episode is to branch, as `rollout.branches` decides it for each member."""
+
+    def has(self, turns: Sequence[Turn], used: int) -> bool:
+        """True if a branch leaves after these turns, of which `used` have branches already."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnBranching:
+    """Each tree branches by a plan that is drawn for it alone.
+
+    `plans`: each with its probability. `share`: that of each branch in its tree.
+    """
+
+    plans: tuple[tuple[float, Plan], ...]
+    share: float
+    width: int = 1
+
+    def ways(self, turns: Sequence[Turn]) -> Iterator[tuple[float, list[int]]]:
+        """The turns at which an episode with these turns branches, with their probabilities."""
+        for chance, plan in self.plans:
+            reached: list[int] = []
+            for turn in range(1, len(turns)):
+                if plan.has(turns[:turn], len(reached)):
+                    reached.append(turn)
+            yield chance, reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +348,7 @@ class Oracle:
         members: int,
         reference_P: Tensor | None = None,
         keeps: Callable[[Group], bool] = lambda group: True,
-        branching: "Branching | None" = None,
+        branching: Branching | DrawnBranching | None = None,
     ) -> Tensor:
         """The expectation of the gradient that the algorithm ascends, over all groups of so many
         members; shape P.
@@ -334,7 +371,7 @@ class Oracle:
         return self.by_logits(total_W / kept, logits_P)
 
     def groups(
-        self, logits_P: Tensor, members: int, branching: "Branching | None" = None
+        self, logits_P: Tensor, members: int, branching: Branching | DrawnBranching | None = None
     ) -> Iterator[tuple[float, Group]]:
         """All groups of so many members, each with its probability; with `branching`, of so many
         trees.
@@ -349,31 +386,46 @@ class Oracle:
             yield chance, Group(played[0].task, tuple(played), tuple(scores))
 
     def trees(
-        self, logits_P: Tensor, branching: "Branching"
+        self, logits_P: Tensor, branching: Branching | DrawnBranching
     ) -> Iterator[tuple[float, tuple[Trajectory, ...]]]:
         """All episodes with their branches, each with its probability."""
         probabilities = self.probabilities(logits_P).tolist()
         whole = self.group(range(len(self.paths)), logits_P).trajectories
-        share = 1 / (1 + len(branching.turns) * branching.width)
+
+        def branches(number: int, turn: int) -> list[tuple[float, Trajectory]]:
+            """Those that can leave a path at a turn, each with its probability."""
+            alike = self._alike(number, turn)
+            total = sum(probabilities[n] for n in alike)
+            place = BranchPoint(whole[number].id, turn, branching.share)
+            return [
+                (probabilities[n] / total, replace(whole[n], branch=place, trained_turns=turn))
+                for n in alike
+            ]
+
         for number, trunk in enumerate(whole):
-            reached = [turn for turn in branching.turns if turn < len(trunk.turns)]
-            ways: list[list[tuple[float, Trajectory]]] = []
-            for turn in (turn for turn in reached for _ in range(branching.width)):
+            for drawn, reached in branching.ways(trunk.turns):
+                places = (turn for turn in reached for _ in range(branching.width))
+                for chosen in product(*(branches(number, turn) for turn in places)):
+                    chance = drawn * math.prod(own for own, _ in chosen)
+                    yield probabilities[number] * chance, (trunk, *(one for _, one in chosen))
+
+    def spreads(self, logits_P: Tensor) -> dict[int, float]:
+        """The expected variance of the return from the state at a turn on, over the episodes that
+        come so far, by turn: what `at=disagreement` estimates.
+        """
+        probabilities = self.probabilities(logits_P).tolist()
+        returns = [sum(reward for _, _, reward in path.turns) for path in self.paths]
+        found: dict[int, float] = {}
+        for turn in range(1, max(len(path.turns) for path in self.paths)):
+            come = [n for n, path in enumerate(self.paths) if len(path.turns) > turn]
+            squares = 0.0
+            for number in come:
                 alike = self._alike(number, turn)
                 total = sum(probabilities[n] for n in alike)
-                branch = BranchPoint(trunk.id, turn, share)
-                ways.append(
-                    [
-                        (
-                            probabilities[n] / total,
-                            replace(whole[n], branch=branch, trained_turns=turn),
-                        )
-                        for n in alike
-                    ]
-                )
-            for chosen in product(*ways):
-                chance = math.prod(own for own, _ in chosen)
-                yield probabilities[number] * chance, (trunk, *(branch for _, branch in chosen))
+                mean = sum(probabilities[n] * returns[n] for n in alike) / total
+                squares += probabilities[number] * (returns[number] - mean) ** 2
+            found[turn] = squares / sum(probabilities[n] for n in come)
+        return found
 
     def _alike(self, number: int, turn: int) -> list[int]:
         """The paths that come to the same state at this turn in the same way."""
@@ -392,7 +444,7 @@ class Oracle:
         logits_P: Tensor,
         *,
         members: int,
-        branching: "Branching | None" = None,
+        branching: Branching | DrawnBranching | None = None,
     ) -> float:
         """The variance of the algorithm's gradient, over its squared mean, for each sampled token:
         so many tokens have to be sampled until the gradient is as large as its noise.
@@ -561,9 +613,11 @@ __all__ = [
     "Action",
     "Branching",
     "Decision",
+    "DrawnBranching",
     "ExactCritic",
     "Oracle",
     "Path",
+    "Plan",
     "Result",
     "bandit",
     "chain",

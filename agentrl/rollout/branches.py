@@ -7,16 +7,19 @@ comes after the turn: else the branches would not be what the policy plays from 
 (`agentrl/algorithms/branches.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic import Field, model_validator
 
+from agentrl.rollout.disagreement import chances
 from agentrl.settings.base import Settings
 from agentrl.trajectory import BranchPoint, Trajectory, Turn
 
+NOTHING: Mapping[int, float] = MappingProxyType({})
 FIRST_TOKENS = 8
 """So many tokens of an answer say how sure the policy was of it."""
 
@@ -24,10 +27,12 @@ FIRST_TOKENS = 8
 class BranchesConfig(Settings):
     """Where the members of a group branch, and how often."""
 
-    at: Literal["uniform", "entropy", "every", "level"] = "uniform"
+    at: Literal["uniform", "entropy", "every", "level", "disagreement"] = "uniform"
     """The turns at which branches leave a member: `uniform` draws their numbers, `level` spreads
-    them evenly, `every` takes the first ones in turn, and `entropy` those after an answer that
-    the policy was unsure of (`nats`), to measure what it was worth."""
+    them evenly, `every` takes the first ones in turn, `entropy` those after an answer that the
+    policy was unsure of (`nats`), to measure what it was worth, and `disagreement` draws them by
+    what their answers decided in earlier trees: how much more the returns of siblings differ that
+    part there than at the next turn."""
     width: int = Field(1, ge=1)
     """Branches that leave at each of these turns."""
     budget: int = Field(1, ge=1)
@@ -53,20 +58,39 @@ class BranchesConfig(Settings):
         """The share of each branch in its tree."""
         return 1 / (1 + self.budget // self.width * self.width)
 
-    def plan(self, turns: int, rng: Random) -> "BranchPlan":
-        """Where a member branches whose episodes have at most so many turns."""
+    def possible(self, turns: int) -> range:
+        """The turns at which a branch can leave an episode of at most so many turns."""
+        return range(1, min(self.before or turns, turns))
+
+    def plan(self, turns: int, rng: Random, spreads: Mapping[int, float] = NOTHING) -> "BranchPlan":
+        """Where a member branches whose episodes have at most so many turns. `spreads`: those of
+        the returns of earlier siblings, by the turn at which they parted.
+        """
         points = self.budget // self.width
-        possible = range(1, min(self.before or turns, turns))
+        possible = self.possible(turns)
         if self.at == "entropy":
             return BranchPlan(frozenset(possible), points, self.nats)
         if self.at == "every":
             chosen = list(possible[:points])
         elif self.at == "uniform":
             chosen = rng.sample(possible, min(points, len(possible)))
+        elif self.at == "disagreement":
+            chosen = _drawn(possible, chances(spreads, possible, turns), points, rng)
         else:
             last = len(possible) + 1
             chosen = [round(n * last / (points + 1)) for n in range(1, points + 1)]
         return BranchPlan(frozenset(chosen).intersection(possible), points)
+
+
+def _drawn(turns: Sequence[int], chances: Sequence[float], count: int, rng: Random) -> list[int]:
+    """So many of the turns, each at most once."""
+    left = dict(zip(turns, chances, strict=True))
+    chosen: list[int] = []
+    while left and len(chosen) < count:
+        (turn,) = rng.choices(list(left), list(left.values()))
+        chosen.append(turn)
+        del left[turn]
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)

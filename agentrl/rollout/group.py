@@ -6,7 +6,7 @@ another process: it gets an `Assignment`, reports what happens meanwhile, and re
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -28,6 +28,7 @@ from agentrl.rollout.attempts import Attempts, LastAttempt
 from agentrl.rollout.branches import BranchStart
 from agentrl.rollout.concurrency import EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.disagreement import Disagreement
 from agentrl.rollout.member import Member, MemberResult
 from agentrl.rollout.outage import LONGEST_PAUSE
 from agentrl.rollout.seeds import derive_seed
@@ -101,6 +102,8 @@ class _GroupState:
     outage_seconds: float
     """Those of the run when the group began."""
     loop: asyncio.AbstractEventLoop
+    spreads: Mapping[int, float]
+    """Those of earlier siblings when the group began, by the turn at which they parted."""
     live: dict[int, _LiveEpisode] = field(default_factory=dict)
     """The open attempt of each member."""
     attempts: dict[int, int] = field(default_factory=dict)
@@ -148,6 +151,8 @@ class GroupRunner:
     """That of the policy's engine, on which the deadline of a group runs."""
     reports_turns: bool
     """Parts of episodes that go on are trained on."""
+    disagreement: Disagreement = field(default_factory=Disagreement)
+    """That of earlier trees, for `rollout.branches.at=disagreement`."""
     playing: dict[int, _GroupState] = field(default_factory=dict)
     """The groups of which parts can be trained on, by the numbers of their tasks."""
 
@@ -217,6 +222,7 @@ class GroupRunner:
                 now(),
                 self.attempts.outages.seconds,
                 asyncio.get_running_loop(),
+                self.disagreement.spreads(task.env),
             )
             try:
                 return await self._play(state)
@@ -371,7 +377,7 @@ class GroupRunner:
         plan = None
         if branches is not None and start is None:
             rng = Random(derive_seed(self.seed, "branches", task.id, member))
-            plan = branches.plan(self.config.budget.turns, rng)
+            plan = branches.plan(self.config.budget.turns, rng, state.spreads)
         return Assignment(
             id=f"{task.id}/{member}/{attempt}",
             task=task,

@@ -38,6 +38,7 @@ from agentrl.rollout.accounts import DiscardedSamples, RolloutAccounts, Schedule
 from agentrl.rollout.attempts import Attempts
 from agentrl.rollout.concurrency import ConcurrencyController, EngineLoad, EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.disagreement import Disagreement
 from agentrl.rollout.engine_shares import EngineShares
 from agentrl.rollout.group import GroupRunner, MembersLostError
 from agentrl.rollout.member import Member
@@ -86,7 +87,8 @@ class Rollouts:
     `teaches`: whether anything can be learned from a group; with `rollout.filter_zero_variance`,
     others are replaced. `places` returns how many requests all engines serve at once at the moment,
     and 0 if that is not known. `tokens`: the budget of the engines' KV caches, if others play with
-    these engines too.
+    these engines too. `disagreement`: what earlier launches have learned of where
+    to branch.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Rollouts:
         teaches: Callable[[Group], bool] = lambda group: group.has_signal,
         places: Callable[[], int] = lambda: 0,
         tokens: TokenBudget | None = None,
+        disagreement: Disagreement | None = None,
     ) -> None:
         self._config = config
         self._places = places
@@ -154,6 +157,7 @@ class Rollouts:
         self._accounts = RolloutAccounts(DiscardedSamples(keep_untrained))
         self._generated = 0  # tokens, when the metrics were last asked for
         self._over_older_kv = 0
+        self._disagreement = disagreement or Disagreement()
         pipeline = RewardPipeline.of(reward, config.deadlines.reward, config.retries)
         self._groups = GroupRunner(
             config,
@@ -170,6 +174,7 @@ class Rollouts:
             self._group_size,
             clock_of(engine),
             reports_turns=self._rule.trains_on_segments,
+            disagreement=self._disagreement,
         )
 
     async def __aenter__(self) -> Self:
@@ -218,6 +223,8 @@ class Rollouts:
             self._check_bound(group, step)
             self._events.record("trained", group.task.id)
             self._accounts.lengths.add_trained(group)
+            if self._config.branches is not None:
+                self._disagreement.observe(group)
         self._ledger.trained(step, {number: group.rewards_G for number, group in chosen})
         groups = self._batch = [group for _, group in chosen]
         if self._mixture is not None:

@@ -279,6 +279,22 @@ ROWS = [
         ),
     ),
     Row(
+        "branches_have_turns_to_choose_from",
+        (
+            "rollout.branches.at=disagreement rollout.branches.budget=2 rollout.branches.before=3"
+            " algorithm.advantage=branch"
+        ),
+        (
+            "rollout.branches.at=disagreement rollout.branches.budget=2 rollout.branches.before=4"
+            " algorithm.advantage=branch"
+        ),
+        (
+            "rollout.branches.at=disagreement chooses among turns, and budget=2 is enough for all 2"
+            " of them: write rollout.branches.at=every, or raise rollout.branches.before or"
+            " rollout.budget.turns"
+        ),
+    ),
+    Row(
         "episodes_have_others_to_be_normalised_with",
         (
             "algorithm=reinforce rollout.group_size=1 rollout.groups_per_step=1 "

@@ -1,15 +1,19 @@
 """Episodes that leave others: a token is in one row, an episode has one fate and a known parent."""
 
+import json
 import pickle
 from collections import Counter
 from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import samples_of
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.rollout.branches import BranchesConfig
+from agentrl.rollout.disagreement import EXPLORED, Disagreement, chances
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import BranchPoint, Completion, Group, Trajectory, Turn, staleness
@@ -170,6 +174,137 @@ def test_turns_are_drawn_equally_often():
         drawn.update(BranchesConfig().plan(8, Random(seed)).turns)
     assert drawn.keys() == set(range(1, 8))
     assert max(drawn.values()) < 2 * min(drawn.values())
+
+
+# By disagreement of values
+
+
+def test_a_turn_decides_by_what_siblings_differ_less_after_it():
+    # The first turn decides 0.1, the second 0.3, the third nothing, the fourth the rest.
+    spreads = {1: 0.6, 2: 0.5, 3: 0.2, 4: 0.2}
+    found = chances(spreads, range(1, 5), end=5)
+    explored = EXPLORED / 4
+    assert found == pytest.approx(
+        [explored + (1 - EXPLORED) * decided / 0.6 for decided in (0.1, 0.3, 0.0, 0.2)]
+    )
+
+
+def test_what_is_left_at_the_last_known_turn_falls_evenly_to_the_limit():
+    # Branches leave before turn 3, and episodes have eight: turn 2 decides a sixth of the rest.
+    first, second = chances({1: 0.7, 2: 0.6}, [1, 2], end=8)
+    assert first == pytest.approx(second)
+
+
+@pytest.mark.parametrize("spreads", [{}, {1: 0.0, 2: 0.0}, {9: 1.0}])
+def test_turns_of_which_nothing_is_known_are_equally_probable(spreads):
+    assert chances(spreads, [1, 2, 3], end=4) == [1 / 3] * 3
+
+
+@given(
+    spreads=st.dictionaries(st.integers(1, 9), st.floats(0, 1e6)),
+    turns=st.integers(2, 9),
+    end=st.integers(1, 12),
+)
+def test_every_turn_can_be_chosen_whatever_earlier_trees_have_shown(spreads, turns, end):
+    found = chances(spreads, range(1, turns), end)
+    assert sum(found) == pytest.approx(1)
+    assert min(found) >= EXPLORED / len(found) - 1e-12
+
+
+def test_branches_by_disagreement_leave_where_it_decides_and_never_twice():
+    drawn: Counter[int] = Counter()
+    settings = BranchesConfig(at="disagreement", budget=2)
+    for seed in range(400):
+        plan = settings.plan(6, Random(seed), {1: 0.9, 2: 0.9, 3: 0.9, 4: 0.0, 5: 0.0})
+        assert len(plan.turns) == 2
+        assert settings.plan(6, Random(seed), {1: 0.9, 2: 0.9, 3: 0.9, 4: 0.0, 5: 0.0}) == plan
+        drawn.update(plan.turns)
+    assert drawn[3] > 300
+    assert min(drawn[turn] for turn in (1, 2, 4, 5)) > 30
+
+
+class Door(Lake):
+    """Six turns. What is answered in the fourth decides alone."""
+
+    async def reset(self, *, seed, options):
+        found = await super().reset(seed=seed, options=options)
+        self.left, self.earned = 6, 0.0
+        return found
+
+    async def step(self, action):
+        self.left -= 1
+        if self.left == 2:
+            self.earned = float("1" in action)
+        return f"{self.left} left", self.earned * (self.left == 0), self.left == 0, False, {}
+
+    async def snapshot(self) -> bytes:
+        return pickle.dumps((self.left, self.earned))
+
+    async def restore(self, state: bytes) -> None:
+        self.left, self.earned = pickle.loads(state)
+
+
+DISAGREEMENT = {"at": "disagreement", "budget": 1}
+
+
+def at_the_door(
+    steps: int, seed: int = 0, first: int = 0, known: Disagreement | None = None
+) -> World:
+    """Some steps of a policy that opens the door by chance."""
+    return World(
+        config(branches=DISAGREEMENT, budget={"turns": 6}, groups_per_step=8),
+        steps=steps,
+        env=Door,
+        engine=ScriptedEngine.replying(lambda r: b"01"[r.seed % 2 :][:1], max_batch=64),
+        seed=seed,
+        teaches=lambda group: True,
+        first=first,
+        known=known,
+    ).run()
+
+
+def turns_left_at(batch: list[Group]) -> list[int]:
+    return [place.turn for group in batch for _, _, place in families(group)]
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=3, deadline=None)
+def test_branches_come_to_leave_at_the_turn_that_decides(seed):
+    world = at_the_door(8, seed)
+    first, *_ = world.batches
+    assert len(set(turns_left_at(first))) > 2  # drawn equally, as nothing is known
+    later = [turn for batch in world.batches[4:] for turn in turns_left_at(batch)]
+    assert later.count(3) > len(later) / 2
+    # The budget, one row for a token, and a fate for each episode hold as of any other rule.
+    for group in groups(world):
+        assert len(families(group)) == 3
+    rows = [
+        row
+        for batch in world.batches
+        for row in samples_of(batch, Grpo(Grpo.Config(advantage="branch")))
+    ]
+    new = [turn for group in groups(world) for t in group.trajectories for turn in t.new_turns]
+    assert sum(int(row.loss_mask.sum()) for row in rows) == sum(
+        len(turn.completion.token_ids) for turn in new
+    )
+    assert world.ledger.episode_fates().settled
+
+
+def test_where_it_branches_is_decided_by_the_seed():
+    found = [[turns_left_at(batch) for batch in at_the_door(4, seed).batches] for seed in (7, 7, 8)]
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_resumed_run_knows_what_earlier_trees_have_shown():
+    """Its steps are those of a run that was never stopped."""
+    whole = [turns_left_at(batch) for batch in at_the_door(6).batches]
+    known, again = Disagreement(), Disagreement()
+    first = [turns_left_at(batch) for batch in at_the_door(3, known=known).batches]
+    again.restore(json.loads(json.dumps(known.state())))
+    second = [turns_left_at(batch) for batch in at_the_door(3, first=24, known=again).batches]
+    assert first + second == whole
+    unknowing = at_the_door(3, first=24)
+    assert [turns_left_at(batch) for batch in unknowing.batches] != second
 
 
 def test_by_entropy_a_branch_leaves_after_an_unsure_answer_while_there_is_budget():

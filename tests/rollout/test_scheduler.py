@@ -36,6 +36,7 @@ from agentrl.plugins import NoSettings
 from agentrl.rollout.accounts import SchedulerStatus
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
+from agentrl.rollout.disagreement import Disagreement
 from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.rollout.episode import EnvEpisodeRunner
 from agentrl.rollout.rule_registry import installed_rules
@@ -121,6 +122,10 @@ class World:
     places: Callable[[], int] = lambda: 0
     changing: Callable[[int], Awaitable[None]] | None = None
     """Called when a batch is there, before it is trained on."""
+    first: int = 0
+    """The number of the first task."""
+    known: Disagreement | None = None
+    """What earlier trees have shown."""
 
     def run(self) -> "World":
         SlowEnv.attempts.clear()
@@ -152,6 +157,8 @@ class World:
             keep_untrained=2,
             teaches=self.teaches,
             places=self.places,
+            next_number=self.first,
+            disagreement=self.known,
         )
         async with engine, rollouts:
             await self._train(rollouts, engine)
