@@ -410,8 +410,8 @@ class Oracle:
                     yield probabilities[number] * chance, (trunk, *(one for _, one in chosen))
 
     def spreads(self, logits_P: Tensor) -> dict[int, float]:
-        """The expected variance of the return from the state at a turn on, over the episodes that
-        come so far, by turn: what `at=disagreement` estimates.
+        """What is decided from a turn on, by turn: the expected variance of the return, given the
+        state there, times the share of episodes that come so far. `at=disagreement` estimates it.
         """
         probabilities = self.probabilities(logits_P).tolist()
         returns = [sum(reward for _, _, reward in path.turns) for path in self.paths]
@@ -424,7 +424,7 @@ class Oracle:
                 total = sum(probabilities[n] for n in alike)
                 mean = sum(probabilities[n] * returns[n] for n in alike) / total
                 squares += probabilities[number] * (returns[number] - mean) ** 2
-            found[turn] = squares / sum(probabilities[n] for n in come)
+            found[turn] = squares
         return found
 
     def _alike(self, number: int, turn: int) -> list[int]:

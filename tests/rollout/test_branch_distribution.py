@@ -11,6 +11,8 @@ from itertools import combinations
 from math import sqrt
 from random import Random
 
+import pytest
+
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.protocols import GenerateRequest
 from agentrl.testing import ByteTokenizer, ScriptedEngine
@@ -23,7 +25,9 @@ Z = 3.3
 
 
 class Walk(SlowEnv):
-    """Shows the answers so far; over after four, or as soon as the last two are b."""
+    """Shows the answers so far; over after four, or as soon as the last two are b. It pays to say
+    b after a.
+    """
 
     async def reset(self, *, seed, options):
         self.path = ""
@@ -31,7 +35,8 @@ class Walk(SlowEnv):
 
     async def step(self, action):
         self.path += action
-        return f"at {self.path}.", 0.0, is_over(self.path), False, {}
+        over = is_over(self.path)
+        return f"at {self.path}.", float(over and "ab" in self.path), over, False, {}
 
     async def snapshot(self) -> bytes:
         return self.path.encode()
@@ -60,7 +65,7 @@ def continuations(path: str, chance: Callable[[str], float]) -> Iterator[tuple[s
 
 
 def played(
-    draw: Callable[[GenerateRequest], float], steps: int
+    draw: Callable[[GenerateRequest], float], steps: int, at: str = "uniform"
 ) -> list[list[tuple[str, str, str]]]:
     """The branches of each place, as (state, continuation, continuation of the one it has left)."""
 
@@ -68,7 +73,7 @@ def played(
         *_, path = re.findall(r"at (\w*)\.", RENDERER.decode(request.prompt_ids))
         return b"a" if draw(request) < chance_of_a(path) else b"b"
 
-    branches = {"at": "uniform", "width": 2, "budget": 2, "before": TURNS}
+    branches = {"at": at, "width": 2, "budget": 2, "before": TURNS}
     settings = config(max_staleness=1, branches=branches, budget={"turns": 9})
     engine = ScriptedEngine.replying(answer, max_batch=64)
     world = World(settings, steps=steps, env=Walk, engine=engine, teaches=lambda group: True)
@@ -126,8 +131,9 @@ def agreement(places: list[list[tuple[str, str, str]]]) -> float:
     return excess / sqrt(variance)
 
 
-def test_branches_have_the_distribution_of_independent_episodes_from_the_same_state():
-    places = played(lambda request: Random(request.seed).random(), steps=50)
+@pytest.mark.parametrize("at", ["uniform", "disagreement"])
+def test_branches_have_the_distribution_of_independent_episodes_from_the_same_state(at):
+    places = played(lambda request: Random(request.seed).random(), steps=50, at=at)
     found: dict[str, Counter[str]] = defaultdict(Counter)
     for state, own, _ in (one for branches in places for one in branches):
         found[state][own] += 1
