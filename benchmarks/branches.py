@@ -115,17 +115,30 @@ def trained(name: str, arm: str, seed: int) -> Path:
     return run_to_end(folder, EXAMPLES / problem.config, settings)
 
 
-def curve_of(folder: Path) -> Curve:
+def rows_with(folder: Path, metric: str) -> list[dict[str, float]]:
+    """The metrics of a run, as far as they have this one, by step."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = (json.loads(line) for line in lines)
+    return sorted((row for row in rows if metric in row), key=lambda row: row["step"])
+
+
+def tokens_of(folder: Path) -> list[float]:
+    """The tokens that a run had trained on before its first step, its second one, and so on."""
+    return list(
+        accumulate((one["loss_tokens"] for one in rows_with(folder, "loss_tokens")), initial=0.0)
+    )
+
+
+def curve_of(folder: Path, metric: str = "eval/success") -> Curve:
     """The evaluations of a run by the tokens that were sampled and trained on before, and by the
     CPU seconds that this took.
     """
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = sorted((row for row in rows if "loss_tokens" in row), key=lambda row: row["step"])
-    success = {int(row["step"]): row["eval/success"] for row in rows if "eval/success" in row}
+    steps = rows_with(folder, "loss_tokens")
+    success = {int(row["step"]): row[metric] for row in rows_with(folder, metric)}
     seconds = list(accumulate((row["seconds"] for row in steps), initial=0.0))
     busy = float((folder / "cpu_seconds").read_text()) / seconds[-1]
     spent = {
-        "tokens": list(accumulate((row["loss_tokens"] for row in steps), initial=0.0)),
+        "tokens": tokens_of(folder),
         "CPU seconds": [busy * one for one in seconds],
     }
     at = sorted(success)
