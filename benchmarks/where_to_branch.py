@@ -19,8 +19,7 @@ from typing import Literal, get_args
 from agentrl.algorithms.grpo import Grpo
 from agentrl.oracles.estimators import Branching, DrawnBranching, Oracle, cosine, residual
 from agentrl.oracles.problems import chain, corridor, dialogue, t_maze
-from agentrl.rollout.branches import BranchesConfig, BranchPlan
-from agentrl.rollout.disagreement import chances
+from agentrl.rollout.branches import BranchesConfig, BranchPlan, chances
 
 At = Literal["uniform", "entropy", "every", "level", "disagreement"]
 ATS: tuple[At, ...] = get_args(At)

@@ -79,7 +79,7 @@ class Branching:
         yield 1.0, [turn for turn in self.turns if turn < len(turns)]
 
 
-class Plan(Protocol):
+class TurnRule(Protocol):
     """Where an episode is to branch, as `rollout.branches` decides it for each member."""
 
     def has(self, turns: Sequence[Turn], used: int) -> bool:
@@ -93,7 +93,7 @@ class DrawnBranching:
     `plans`: each with its probability. `share`: that of each branch in its tree.
     """
 
-    plans: tuple[tuple[float, Plan], ...]
+    plans: tuple[tuple[float, TurnRule], ...]
     share: float
     width: int = 1
 
@@ -617,8 +617,8 @@ __all__ = [
     "ExactCritic",
     "Oracle",
     "Path",
-    "Plan",
     "Result",
+    "TurnRule",
     "bandit",
     "chain",
     "corridor",

@@ -13,13 +13,15 @@ from random import Random
 from types import MappingProxyType
 from typing import Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 
-from agentrl.rollout.disagreement import chances
 from agentrl.settings.base import Settings
 from agentrl.trajectory import BranchPoint, Trajectory, Turn
 
 NOTHING: Mapping[int, float] = MappingProxyType({})
+EXPLORED = 0.25
+"""With `at=disagreement`, the share of branches that is drawn equally from all turns."""
 FIRST_TOKENS = 8
 """So many tokens of an answer say how sure the policy was of it."""
 
@@ -80,6 +82,24 @@ class BranchesConfig(Settings):
             last = len(possible) + 1
             chosen = [round(n * last / (points + 1)) for n in range(1, points + 1)]
         return BranchPlan(frozenset(chosen).intersection(possible), points)
+
+
+def chances(spreads: Mapping[int, float], turns: Sequence[int], end: int) -> list[float]:
+    """How probable each of these turns is: by what it decides, and to a part equally.
+
+    A turn decides the difference between its spread and that of the next turn. Between turns whose
+    spread is known it falls evenly, and up to the turn `end`, the limit of episodes, to 0.
+    """
+    known = [turn for turn in sorted(spreads) if turn < end]
+    heights = [*(spreads[turn] for turn in known), 0.0]
+    before, after = (
+        np.interp([turn + later for turn in turns], [*known, end], heights) for later in (0, 1)
+    )
+    decided = np.maximum(before - after, 0.0)
+    equal = np.full(len(turns), 1 / len(turns))
+    if not decided.sum() > 0:
+        return equal.tolist()
+    return ((1 - EXPLORED) * decided / decided.sum() + EXPLORED * equal).tolist()
 
 
 def _drawn(turns: Sequence[int], chances: Sequence[float], count: int, rng: Random) -> list[int]:

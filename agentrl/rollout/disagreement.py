@@ -4,23 +4,19 @@ the run's earlier trees have shown.
 The returns of episodes that have parted at a turn differ by all that is decided from there on. What
 they differ less by at the next turn is what the answer to this one decides: the variance of the
 values of the states that siblings come to. Only trees that have been trained on count, so nothing
-of an episode decides where it branches.
+of an episode decides where it branches. `BranchesConfig` draws the turns.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, variance
 from typing import Any
-
-import numpy as np
 
 from agentrl.trajectory import Group
 
 NEWEST = 64
 """So many of the newest places count for each turn: those of other policies are forgotten."""
-EXPLORED = 0.25
-"""The share of branches that is drawn equally from all turns, whatever is known of them."""
 
 
 @dataclass(slots=True)
@@ -86,21 +82,3 @@ class Disagreement:
             trees.lengths.extend(known["lengths"])
             for turn, found in known["variances"]:
                 trees.variances[turn].extend(found)
-
-
-def chances(spreads: Mapping[int, float], turns: Sequence[int], end: int) -> list[float]:
-    """How probable each of these turns is: by what it decides, and to a part equally.
-
-    A turn decides the difference between its spread and that of the next turn. Between turns whose
-    spread is known it falls evenly, and up to the turn `end`, the limit of episodes, to 0.
-    """
-    known = [turn for turn in sorted(spreads) if turn < end]
-    heights = [*(spreads[turn] for turn in known), 0.0]
-    before, after = (
-        np.interp([turn + later for turn in turns], [*known, end], heights) for later in (0, 1)
-    )
-    decided = np.maximum(before - after, 0.0)
-    equal = np.full(len(turns), 1 / len(turns))
-    if not decided.sum() > 0:
-        return equal.tolist()
-    return ((1 - EXPLORED) * decided / decided.sum() + EXPLORED * equal).tolist()

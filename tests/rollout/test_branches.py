@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import samples_of
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.rollout.branches import BranchesConfig
-from agentrl.rollout.disagreement import EXPLORED, Disagreement, chances
+from agentrl.rollout.branches import EXPLORED, BranchesConfig, chances
+from agentrl.rollout.disagreement import Disagreement
 from agentrl.testing import ScriptedEngine
 from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import BranchPoint, Completion, Group, Trajectory, Turn, staleness
