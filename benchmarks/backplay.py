@@ -97,11 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"| {seed} | {arm} | {budget:,.0f} | {first:.1%} | {told} |", flush=True)
         pairs = zip(found["middle"], found["start"], strict=True)
         differences.append([middle - start for middle, start in pairs])
-    told = []
+    means = []
     for values in zip(*differences, strict=True):
         error = f" ± {stdev(values) / sqrt(len(values)):.1%}" if len(values) > 1 else ""
-        told.append(f"{fmean(values):+.1%}{error}")
-    print(f"| mean | middle - start | | | {' | '.join(told)} |")
+        means.append(f"{fmean(values):+.1%}{error}")
+    print(f"| mean | middle - start | | | {' | '.join(means)} |")
     return 0
 
 

@@ -95,11 +95,11 @@ def chances(spreads: Mapping[int, float], turns: Sequence[int], end: int) -> lis
     before, after = (
         np.interp([turn + later for turn in turns], [*known, end], heights) for later in (0, 1)
     )
-    decided = np.maximum(before - after, 0.0)
-    equal = np.full(len(turns), 1 / len(turns))
-    if not decided.sum() > 0:
-        return equal.tolist()
-    return ((1 - EXPLORED) * decided / decided.sum() + EXPLORED * equal).tolist()
+    decided = [max(0.0, float(one)) for one in before - after]
+    equal, total = 1 / len(turns), sum(decided)
+    if total <= 0:
+        return [equal] * len(turns)
+    return [(1 - EXPLORED) * one / total + EXPLORED * equal for one in decided]
 
 
 def _drawn(turns: Sequence[int], chances: Sequence[float], count: int, rng: Random) -> list[int]:
