@@ -422,6 +422,33 @@ def test_a_run_that_is_killed_in_the_middle_of_trees_plays_them_again_and_loses_
     assert set(whole.values()) == {4}
 
 
+@pytest.mark.slow
+def test_a_resumed_run_branches_where_one_does_that_was_never_stopped(tmp_path):
+    found = []
+    for name, launches in {"whole": [4], "resumed": [2, 4]}.items():
+        cwd = folder(tmp_path, name)
+        for number, steps in enumerate(launches):
+            arguments = [
+                *SMALL,
+                "run_dir=run",
+                "evaluation.tasks=0",
+                "algorithm.advantage=branch",
+                "rollout.branches.at=disagreement",
+                "trainer.schedule=constant",
+            ]
+            told = train(*(["--resume", "run"] if number else arguments), f"steps={steps}", cwd=cwd)
+        with closing(sqlite3.connect(cwd / "run" / "ledger.sqlite")) as read:
+            query = "SELECT task, member, parent, turn FROM branches ORDER BY task, member"
+            left = read.execute(query).fetchall()
+        state = json.loads((cwd / "run" / "checkpoints" / "step_000004" / "state.json").read_text())
+        found.append((told["weights_sha256"], left, state["disagreement"]))
+    assert found[0] == found[1]
+    _, left, known = found[0]
+    assert left
+    assert known["frozen_lake"]["lengths"]
+    assert known["frozen_lake"]["variances"]
+
+
 def has_step(run: Path, step: int) -> bool:
     """True if the run has recorded this step."""
     metrics = run / "metrics.jsonl"
