@@ -1,10 +1,11 @@
 """Anthropic's messages: `POST /v1/messages`."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl.gateway.call import AgentAnswer, AgentCall, RequestOptions
+from agentrl.gateway.pictures import read_base64
 from agentrl.gateway.refusal import unsupported
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.wire import (
@@ -16,12 +17,14 @@ from agentrl.gateway.wire import (
     assistant,
     call_of,
     chat_request,
+    content_of,
     event,
     function,
     invalid,
     pieces,
     text_of,
 )
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import Message
 
 if TYPE_CHECKING:
@@ -115,13 +118,30 @@ def _messages(message: Json, where: str) -> Iterator[Message]:
             texts.append(block)
             continue
         if texts:
-            yield Message(role, text_of(texts, where))
+            yield _shown(role, texts, where)
             texts = []
-        yield Message(
-            "tool", text_of(block.get("content"), where), tool_call_id=block["tool_use_id"]
-        )
+        said = content_of(block.get("content"), where, ("text",), _PICTURES)
+        yield Message("tool", said.text, tool_call_id=block["tool_use_id"], images=said.images)
     if texts or not blocks:
-        yield Message(role, text_of(texts, where))
+        yield _shown(role, texts, where)
+
+
+def _shown(role: Any, blocks: Sequence[Json], where: str) -> Message:
+    said = content_of(blocks, where, ("text",), _PICTURES)
+    return Message(role, said.text, images=said.images)
+
+
+def _picture(block: Mapping[str, Any], where: str) -> EncodedImage:
+    source = block["source"]
+    if source.get("type") != "base64":
+        raise unsupported(
+            f"{where}: a source of type {source.get('type')!r}",
+            "pictures are never fetched; write one of type base64",
+        )
+    return read_base64(source.get("data"), source.get("media_type"), where)
+
+
+_PICTURES = {"image": _picture}
 
 
 def _tool(tool: Json) -> Mapping[str, Any]:

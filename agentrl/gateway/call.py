@@ -19,6 +19,7 @@ import numpy as np
 from agentrl.protocols import AnswerFormat
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tokens.arrays import IntArray, ints
+from agentrl.tokens.placed_images import PlacedImage, shifted
 from agentrl.trajectory import Completion, Message, ToolCall
 
 CallKind = Literal["start", "extension", "branch", "retry", "subagent", "compaction", "edit"]
@@ -88,7 +89,7 @@ class AgentCall:
     """A request, and its answers so far. `number` counts the calls of the episode.
 
     Its prompt is the tokens up to `parent`, and `new_ids`. Without a parent, these are the whole
-    prompt.
+    prompt. `new_images` are the pictures among `new_ids`.
     """
 
     number: int
@@ -109,6 +110,7 @@ class AgentCall:
     delivered: bool = False
     """True if the program has received all answers."""
     error: Exception | None = None
+    new_images: tuple[PlacedImage, ...] = ()
     prompt_length: int = field(init=False)
     """The number of tokens of the whole prompt."""
 
@@ -129,6 +131,18 @@ class AgentCall:
             pieces += [answer.completion.token_ids, answer.call.new_ids]
             answer = answer.call.parent
         return ints(np.concatenate(pieces[::-1]))
+
+    @property
+    def prompt_images(self) -> tuple[PlacedImage, ...]:
+        """The pictures among the tokens of the whole prompt."""
+        calls: list[AgentCall] = [self]
+        while (answer := calls[-1].parent) is not None:
+            calls.append(answer.call)
+        return tuple(
+            image
+            for call in reversed(calls)
+            for image in shifted(call.new_images, call.prompt_length - len(call.new_ids))
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -194,6 +208,8 @@ def digest_after(before: bytes, message: Message) -> bytes:
     whole = b"%b%b %d %b" % (before, message.role.encode(), len(text), text)
     if message.tool_calls:
         whole += _canonical([[call.name, dict(call.arguments)] for call in message.tool_calls])
+    for image in message.images:
+        whole += b" image " + image.digest.encode()
     return blake2b(whole, digest_size=16).digest()
 
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from agentrl.gateway.call import AgentAnswer, AgentCall, RequestOptions
 from agentrl.gateway.google_types import GenerationConfig
+from agentrl.gateway.pictures import Said, read_base64, said_of
 from agentrl.gateway.refusal import unsupported
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.vendor_types import checker
@@ -73,7 +74,7 @@ _OPTIONS = Fields(
 )
 _READ_OVER = ("thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution")
 """Fields of a part that say nothing which the model is shown."""
-_PARTS = ("text", "functionCall", "functionResponse")
+_PARTS = ("text", "functionCall", "functionResponse", "inlineData")
 
 
 def _as_typed(body: Json, _: AgentSession) -> Json:
@@ -234,14 +235,15 @@ def _check(part: Json, where: str) -> None:
     """Refuse what the model cannot be shown."""
     for name, value in part.items():
         if value is not None and name not in (*_PARTS, "thought", *_READ_OVER):
-            raise unsupported(f"{where}: {name}", "the model reads text")
-    if (part.get("functionResponse") or {}).get("parts"):
-        raise unsupported(f"{where}: functionResponse.parts", "the model reads text")
+            raise unsupported(f"{where}: {name}", "write text, or pictures as inlineData")
+    for inner in (part.get("functionResponse") or {}).get("parts") or ():
+        if [name for name in inner if name not in ("inlineData", *_READ_OVER)]:
+            raise unsupported(f"{where}: functionResponse.parts", "write pictures as inlineData")
 
 
 def _text(part: Json, where: str) -> str:
-    if any(name in part for name in ("functionCall", "functionResponse")):
-        raise invalid(f"{where}: a text is expected, and not a call or a result")
+    if any(name in part for name in ("functionCall", "functionResponse", "inlineData")):
+        raise invalid(f"{where}: a text is expected, and not a call, a result or a picture")
     return str(part.get("text", ""))
 
 
@@ -258,23 +260,52 @@ def _answer(parts: Sequence[Json], where: str) -> Message:
 
 def _said(parts: Sequence[Json], where: str) -> Iterator[Message]:
     """The messages of a content of the user's: results stand beside texts there."""
-    texts: list[str] = []
+    shown: list[Json] = []
     for part in parts:
         if "functionResponse" not in part:
-            texts.append(_text(part, where))
+            shown.append(part)
             continue
-        if texts:
-            yield Message("user", "".join(texts))
-            texts = []
+        if shown:
+            yield _shown(shown, where)
+            shown = []
         result = part["functionResponse"]
         yield Message(
             "tool",
             _result(result.get("response") or {}),
             result.get("name", ""),
             tool_call_id=result.get("id", ""),
+            images=_seen(result.get("parts") or (), where).images,
         )
-    if texts or not parts:
-        yield Message("user", "".join(texts))
+    if shown or not parts:
+        yield _shown(shown, where)
+
+
+def _shown(parts: Sequence[Json], where: str) -> Message:
+    said = _seen(parts, where)
+    return Message("user", said.text, images=said.images)
+
+
+def _seen(parts: Sequence[Json], where: str) -> Said:
+    """Texts and pictures, whose kind other protocols write beside them."""
+    typed = [
+        {"type": "picture", **part["inlineData"]}
+        if "inlineData" in part
+        else {"type": "text", "text": _text(part, where)}
+        for part in parts
+    ]
+    return said_of(typed, where, ("text",), _PICTURES)
+
+
+_PICTURES = {
+    "picture": lambda part, where: read_base64(
+        _plain_base64(part.get("data")), part.get("mimeType"), where
+    ),
+}
+
+
+def _plain_base64(data: Any) -> Any:
+    """Base64 with the usual two signs; Google's clients write those for addresses."""
+    return data.replace("-", "+").replace("_", "/") if isinstance(data, str) else data
 
 
 def _result(response: Json) -> str:

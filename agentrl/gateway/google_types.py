@@ -18,18 +18,33 @@ class FunctionCall(TypedDict, total=False):
     args: dict[str, Any]
 
 
+class Blob(TypedDict, total=False):
+    """Bytes in base64."""
+
+    mimeType: str
+    data: str
+
+
+class FunctionResponsePart(TypedDict, total=False):
+    """A picture that a tool has returned."""
+
+    inlineData: Blob
+
+
 class FunctionResponse(TypedDict, total=False):
     """What a tool has returned."""
 
     id: str
     name: str
     response: dict[str, Any]
+    parts: list[FunctionResponsePart]
 
 
 class ContentPart(TypedDict, total=False):
-    """A piece of a content: a text, a call or a result."""
+    """A piece of a content: a text, a picture, a call or a result."""
 
     text: str
+    inlineData: Blob
     thought: bool
     functionCall: FunctionCall
     functionResponse: FunctionResponse

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentrl.gateway.call import AgentAnswer, AgentCall, RequestOptions
+from agentrl.gateway.pictures import read_address
 from agentrl.gateway.refusal import unsupported
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.wire import (
@@ -15,6 +16,7 @@ from agentrl.gateway.wire import (
     assistant,
     call_of,
     chat_request,
+    content_of,
     event,
     format_of,
     function,
@@ -116,8 +118,11 @@ def _first_given(checked: Json, *names: str) -> Any:
 
 def _message(message: Json, place: int) -> Message:
     where, role = f"messages[{place}]", message["role"]
-    if role in ("user", "system", "developer"):
-        return Message("user" if role == "user" else "system", text_of(message["content"], where))
+    if role == "user":
+        said = content_of(message["content"], where, ("text",), _PICTURES)
+        return Message("user", said.text, images=said.images)
+    if role in ("system", "developer"):
+        return Message("system", text_of(message["content"], where))
     if role == "tool":
         return Message(
             "tool", text_of(message["content"], where), tool_call_id=message["tool_call_id"]
@@ -131,6 +136,9 @@ def _message(message: Json, place: int) -> Message:
     raise unsupported(f"{where}: the role {role!r}", "write a message of the role tool")
 
 
+_PICTURES = {
+    "image_url": lambda part, where: read_address(part["image_url"].get("url"), where),
+}
 _REFUSED_IN_ANSWERS = {"function_call": "write tool_calls", "audio": "the model reads text"}
 
 

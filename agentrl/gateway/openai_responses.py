@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentrl.gateway.call import AgentCall, RequestOptions
+from agentrl.gateway.pictures import read_address
 from agentrl.gateway.refusal import unsupported
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.wire import (
@@ -18,6 +19,7 @@ from agentrl.gateway.wire import (
     assistant,
     call_of,
     chat_request,
+    content_of,
     event,
     format_of,
     function,
@@ -25,6 +27,7 @@ from agentrl.gateway.wire import (
     pieces,
     text_of,
 )
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import Message, ToolCall
 
 if TYPE_CHECKING:
@@ -76,6 +79,15 @@ _FIELDS = Fields(
     },
 )
 _TEXTS = ("input_text", "output_text", "text", "refusal")
+
+
+def _picture(part: Mapping[str, Any], where: str) -> EncodedImage:
+    if part.get("file_id"):
+        raise unsupported(f"{where}: file_id", "no file is kept here; write image_url")
+    return read_address(part.get("image_url"), where)
+
+
+_PICTURES = {"input_image": _picture}
 
 
 def _read(checked: Json, body: Json) -> WireRequest:
@@ -175,15 +187,15 @@ def _messages(items: list[Json]) -> Iterator[Message]:
             yield assistant("".join(texts), calls)
             texts, calls = [], []
         if kind == "function_call_output":
-            yield Message(
-                "tool", text_of(item["output"], where, _TEXTS), tool_call_id=item["call_id"]
-            )
+            said = content_of(item["output"], where, _TEXTS, _PICTURES)
+            yield Message("tool", said.text, tool_call_id=item["call_id"], images=said.images)
         elif kind == "message" and role == "assistant":
             texts.append(text_of(item["content"], where, _TEXTS))
-        elif kind == "message" and role in ("user", "system", "developer"):
-            yield Message(
-                "user" if role == "user" else "system", text_of(item["content"], where, _TEXTS)
-            )
+        elif kind == "message" and role == "user":
+            said = content_of(item["content"], where, _TEXTS, _PICTURES)
+            yield Message("user", said.text, images=said.images)
+        elif kind == "message" and role in ("system", "developer"):
+            yield Message("system", text_of(item["content"], where, _TEXTS))
         else:
             raise unsupported(
                 f"{where}: an item of type {kind!r}", "write messages and calls of functions"

@@ -57,7 +57,8 @@ def _turn(
     info: Mapping[str, Any] | None = None,
 ) -> Turn:
     call = answer.call
-    shown = call.new_messages[-1].content if call.new_messages else ""
+    last = call.new_messages[-1] if call.new_messages else None
+    shown = "" if last is None else "".join([*(one.digest for one in last.images), last.content])
     return Turn(
         call.prompt_ids if begins else call.new_ids,
         answer.completion,
@@ -67,4 +68,5 @@ def _turn(
         generate_seconds=answer.answered - call.asked,
         asked=call.asked,
         state=blake2b(shown.encode(), digest_size=8).hexdigest(),
+        images=call.prompt_images if begins else call.new_images,
     )

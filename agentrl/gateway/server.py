@@ -549,14 +549,21 @@ async def _read(
     session: AgentSession,
     by_path: Mapping[str, Any] = _NOTHING,
 ) -> WireRequest:
-    message = await receive()  # the whole body, by `RequestGate`
+    raw = (await receive()).get("body", b"")  # whole, by `RequestGate`
     try:
-        body = from_json(message.get("body", b""), allow_inf_nan=False)
+        body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise invalid(f"the body is not JSON, or has half of a surrogate pair: {error}") from None
     if not protocol.loaded:
         await asyncio.to_thread(protocol.load)
-    return protocol.read({**body, **by_path} if isinstance(body, dict) else body, session)
+    body = {**body, **by_path} if isinstance(body, dict) else body
+    if len(raw) > _LONG:  # pictures are decoded
+        return await asyncio.to_thread(protocol.read, body, session)
+    return protocol.read(body, session)
+
+
+_LONG = 64 << 10
+"""Bytes of a request that is read beside the event loop."""
 
 
 _ANSWERS: dict[str, Any] = {

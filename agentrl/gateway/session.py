@@ -21,6 +21,7 @@ from agentrl.errors import (
     DeadlineError,
     EngineError,
     FormatError,
+    ImagesRefusedError,
     LethalRequestError,
     RolloutError,
 )
@@ -34,6 +35,7 @@ from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.rollout.runner import Episode
 from agentrl.rollout.seeds import derive_seed
 from agentrl.tokens.arrays import IntArray
+from agentrl.tokens.placed_images import PlacedImage
 from agentrl.trajectory import Message, ToolCall
 
 logger = logging.getLogger(__name__)
@@ -176,7 +178,7 @@ class AgentSession:
         """
         asked = self._as_sampled(request)
         place = self.tree.place(asked)
-        return place.known + len(self._render_request(asked, place))
+        return place.known + len(self._render_request(asked, place)[0])
 
     def answer(self, answer_id: str) -> AgentAnswer:
         """An answer by its id in the episode, or by that of a response, of any protocol.
@@ -278,7 +280,7 @@ class AgentSession:
         number, by_name = len(self.tree.calls), self._is_by_name(request)
         matters = by_name or not self.tree.by_name[True]
         self._check_limits(request, self.tree.by_name[by_name] if matters else 0, matters=matters)
-        new_ids = self._render_request(request, place)
+        new_ids, new_images = self._render_request(request, place)
         call = AgentCall(
             number,
             place.kind,
@@ -289,6 +291,7 @@ class AgentSession:
             place.opening,
             self.name,
             by_name,
+            new_images=new_images,
         )
         length = call.prompt_length
         if length >= self.max_context:
@@ -360,18 +363,22 @@ class AgentSession:
                 'write tool_choice "none", or leave one of them out',
             )
 
-    def _render_request(self, request: ChatRequest, place: CallPlace) -> IntArray:
-        """The tokens after the parent's, or the whole prompt."""
+    def _render_request(
+        self, request: ChatRequest, place: CallPlace
+    ) -> tuple[IntArray, tuple[PlacedImage, ...]]:
+        """The tokens after the parent's, or the whole prompt, and the pictures among them."""
         answer = place.parent
+        shown = place.new if answer is None else _link_results(place.new, answer.message)
         try:
             if answer is None:
-                return self._renderer.whole(request.messages, request.tools)
-            return self._renderer.added(
-                answer.call.new_ids,
-                answer.completion.token_ids,
-                _link_results(place.new, answer.message),
-                request.tools,
-            )
+                ids = self._renderer.whole(shown, request.tools)
+            else:
+                ids = self._renderer.added(
+                    answer.call.new_ids, answer.completion.token_ids, shown, request.tools
+                )
+            return ids, self._renderer.placed(ids, shown, begins=answer is None)
+        except ImagesRefusedError as error:
+            raise _refusal_of(error) from error
         except ConfigError as error:
             raise CallRefusedError(
                 400, "cannot_render", f"the model's chat template refuses the messages: {error}"
@@ -396,7 +403,8 @@ class AgentSession:
             if isinstance(answer, AgentAnswer):
                 self._keep(answer, pending.digest)
         call.error = next((one for one in sampled if not isinstance(one, AgentAnswer)), None)
-        self.engine_error = None if isinstance(call.error, FormatError) else call.error
+        refused = isinstance(call.error, FormatError | ImagesRefusedError)
+        self.engine_error = None if refused else call.error
 
     def _keep(self, answer: AgentAnswer, asked: bytes) -> None:
         answer.digest = digest_after(asked, answer.message)
@@ -433,7 +441,8 @@ class AgentSession:
         own = f"{thread}/{call.number}.{place}" if place else thread
         episode = replace(self.episode, id=own, seed=self._seed(options, place))
         ids = call.prompt_ids
-        prompt = Prompt(ids, call.new_ids if goes_on else ids, forked=not goes_on)
+        new_ids = call.new_ids if goes_on else ids
+        prompt = Prompt(ids, new_ids, forked=not goes_on, images=call.prompt_images)
         sampling = options.applied(self._policy.sampling, trained=self._policy.trained)
         policy = (
             self._policy
@@ -545,6 +554,8 @@ def _refusal_of(error: Exception) -> CallRefusedError:
         return CallRefusedError(401, "episode_over", str(error))
     if isinstance(error, FormatError):
         return CallRefusedError(400, "invalid_response_format", str(error))
+    if isinstance(error, ImagesRefusedError):
+        return CallRefusedError(400, "images_refused", str(error))
     if isinstance(error, LethalRequestError):
         return CallRefusedError(400, "request_set_aside", str(error))
     if isinstance(error, DeadlineError):

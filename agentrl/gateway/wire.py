@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from agentrl.gateway.call import AgentCall, ChatRequest, RequestOptions
+from agentrl.gateway.pictures import PartReader, Said, said_of
 from agentrl.gateway.refusal import CallRefusedError, unsupported
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.vendor_types import checker
@@ -185,21 +186,26 @@ def invalid(detail: str) -> CallRefusedError:
 
 
 def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """The text of a message's content: a text, or parts of text.
+    """The text of what holds no pictures, such as an answer: a text, or parts of text.
 
     Raises:
-        CallRefusedError: it has other parts, such as images.
+        CallRefusedError: it has other parts.
+    """
+    return content_of(content, where, kinds, {}).text
+
+
+def content_of(
+    content: Any, where: str, kinds: Sequence[str], pictures: Mapping[str, PartReader]
+) -> Said:
+    """A message's content: a text, or parts. `kinds` and `pictures`: the types of parts that are
+    texts, and that are pictures.
+
+    Raises:
+        CallRefusedError: it has other parts, or a picture that is not taken.
     """
     if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content:
-        if part.get("type") not in kinds:
-            raise unsupported(
-                f"{where}: content of type {part.get('type')!r}", "the model reads text"
-            )
-        texts.append(str(part.get("text") or part.get("refusal") or ""))
-    return "".join(texts)
+        return Said(content or "")
+    return said_of(content, where, kinds, pictures)
 
 
 def assistant(text: str, calls: Sequence[ToolCall]) -> Message:

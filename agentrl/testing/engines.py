@@ -90,7 +90,7 @@ class ScriptedEngine(Engine):
         self._dies = dies
         self._tokenizer = tokenizer
         self._version = 0
-        self._formats = False
+        self._formats = self._images = False
         self._closed: str | None = "it was not entered (`async with`)"
         self._live: dict[str, _Live] = {}
         self._running = 0
@@ -113,10 +113,12 @@ class ScriptedEngine(Engine):
         hang: Callable[[GenerateRequest], bool] = lambda request: False,
         dies: Callable[[GenerateRequest], bool] = lambda request: False,
         formats: bool = False,
+        images: bool = False,
     ) -> Self:
         """An engine that answers `reply(request)`, followed by the request's first stop token.
 
-        With `formats`, requests may ask for a format, which the reply must have.
+        With `formats`, requests may ask for a format, which the reply must have; with `images`,
+        they may have pictures.
         """
         engine = cls(
             lambda tokens: (),
@@ -129,7 +131,7 @@ class ScriptedEngine(Engine):
             dies=dies,
         )
         engine._next_logits, engine._next_token = None, _reciting(reply)
-        engine._formats = formats
+        engine._formats, engine._images = formats, images
         return engine
 
     @property
@@ -159,6 +161,7 @@ class ScriptedEngine(Engine):
             vocab_size=None,
             live_ids=self._live,
             formats=self._formats,
+            images=self._images,
         )
         stops = None
         if request.sampling.stop:
