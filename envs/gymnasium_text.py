@@ -10,7 +10,8 @@ The observation is the environment's own text drawing ("ansi") if it has one, wi
 cell in square brackets; otherwise its observation as text. The action is the one action word in the
 model's message, or its numbers (`agentrl/envs/spaces_text.py`). A reward of several parts
 (MO-Gymnasium) is summed with the weights of `options["reward_weights"]`; the parts are in
-`info["reward_parts"]`. Images are refused.
+`info["reward_parts"]`. With `options["view"]`, models that see get pictures
+(`agentrl/envs/spaces_pictures.py`); else these are refused.
 """
 
 import difflib
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from html import escape
 from importlib.metadata import entry_points
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import gymnasium
 import numpy as np
@@ -33,10 +34,10 @@ from pydantic import Field
 from agentrl.envs import minigrid
 from agentrl.envs.base import TextEnv, ToolError, read_options
 from agentrl.envs.foreign import silence_output
+from agentrl.envs.spaces_pictures import holds_pictures, rendered, shown_of, without_pictures
 from agentrl.envs.spaces_text import ActionReader, action_reader, check_readable, format_observation
 from agentrl.errors import ConfigError, EnvError, PluginError
-from agentrl.package.distribution import install_command
-from agentrl.protocols import Env, OwnerOnly, StepResult
+from agentrl.protocols import Env, Observation, OwnerOnly, StepReply
 from agentrl.settings.base import Settings
 
 GymEnv = gymnasium.Env[Any, Any]
@@ -197,6 +198,15 @@ class GymnasiumText(TextEnv):
         """For an environment whose reward is a vector: the weight of each part in the sum that
         counts.
         """
+        view: Literal["text", "render", "observation"] = "text"
+        """What the model gets: text; or the picture that `render()` draws (`render_mode`
+        "rgb_array"), and no text; or the pictures of the observation, and the rest of it as text.
+        """
+
+        @property
+        def shows_images(self) -> bool:
+            """True if the model must be able to see."""
+            return self.view != "text"
 
     deterministic = True
 
@@ -207,7 +217,7 @@ class GymnasiumText(TextEnv):
         self._made_of: Options | None = None
         self._over = True
 
-    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+    def start(self, seed: int, options: Mapping[str, Any]) -> str | Observation:
         """Make the environment, unless the last episode had the same options, and reset it.
 
         Raises:
@@ -222,10 +232,13 @@ class GymnasiumText(TextEnv):
         with silence_output() if self._game.noisy else nullcontext():
             observation, _ = self._env.reset(seed=seed)
         self._over = False
-        rules = f"{self._game.rules}\n" if self._game.rules else ""
-        return f"{rules}{self._reader.instruction}\n{_as_text(self._env, self._game, observation)}"
+        rules = f"{self._game.rules}\n" if self._game.rules and chosen.view == "text" else ""
+        told, seen = f"{rules}{self._reader.instruction}", self._seen(self._env, observation)
+        if isinstance(seen, str):
+            return f"{told}\n{seen}"
+        return Observation("\n".join(filter(None, (told, seen.text))), seen.images)
 
-    def step(self, action: str) -> StepResult:
+    def step(self, action: str) -> StepReply:
         """Take the action that the one action word in the message names.
 
         Raises:
@@ -243,12 +256,20 @@ class GymnasiumText(TextEnv):
         self._over = terminated or truncated
         success = self._over and self._game.success(reward, terminated)
         return (
-            _as_text(self._env, self._game, observation),
+            self._seen(self._env, observation),
             reward,
             terminated,
             truncated,
             {"success": success} | parts,
         )
+
+    def _seen(self, env: GymEnv, observation: Any) -> str | Observation:
+        assert self._made_of is not None
+        if self._made_of.view == "render":
+            return Observation("", [rendered(env)])
+        if self._made_of.view == "observation":
+            return shown_of(env.observation_space, observation)
+        return _as_text(env, self._game, observation)
 
     def render_html(self) -> str:
         """The environment's own text drawing, with the player's cell highlighted; "" if it has
@@ -280,8 +301,9 @@ def _make(options: Options) -> tuple[GymEnv, Game, ActionReader]:
         modes = metadata.get("render_modes", [])
         # The passive checker's warnings are meant for the environment's author.
         arguments = {"disable_env_checker": True, **options.kwargs}
-        if "ansi" in modes:
-            arguments.setdefault("render_mode", "ansi")
+        mode = {"text": "ansi", "render": "rgb_array"}.get(options.view)
+        if mode in modes:
+            arguments.setdefault("render_mode", mode)
         env = gymnasium.make(spec, **arguments)
     except Exception as error:
         raise ConfigError(
@@ -291,8 +313,7 @@ def _make(options: Options) -> tuple[GymEnv, Game, ActionReader]:
     try:
         game = _game(spec, env)
         _check_reward(options, env)
-        if env.render_mode != "ansi" and game.describe is None:
-            check_readable(options.id, env.observation_space)
+        _check_view(options, env, game)
         space = env.action_space
         count = space.n if isinstance(space, gymnasium.spaces.Discrete) else 0
         words = game.actions if len(game.actions) == count else ()
@@ -300,6 +321,29 @@ def _make(options: Options) -> tuple[GymEnv, Game, ActionReader]:
     except ConfigError:
         env.close()
         raise
+
+
+def _check_view(options: Options, env: GymEnv, game: Game) -> None:
+    """Check that the environment can be shown as `options["view"]` says.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    space, has_text = env.observation_space, env.render_mode == "ansi" or game.describe is not None
+    if options.view == "render" and env.render_mode != "rgb_array":
+        raise ConfigError(
+            f"options['view'] is render, and {options.id} draws no pictures (render_mode is"
+            f" {env.render_mode!r}): leave it out, or write view: observation if it observes some"
+        )
+    if options.view == "observation" and not holds_pictures(space):
+        raise ConfigError(
+            f"options['view'] is observation, and an observation of {options.id} holds no picture"
+            f" ({space}): leave it out, or write view: render"
+        )
+    if options.view == "text" and not has_text:
+        check_readable(options.id, space, way_out="write options['view'] for a model that sees")
+    elif options.view == "observation":
+        check_readable(options.id, without_pictures(space))
 
 
 def _find(env_id: str) -> EnvSpec:

@@ -348,8 +348,9 @@ def _parts_reader(name: str, space: Space[Any]) -> PartsReader:
     )
 
 
-def check_readable(name: str, space: Space[Any] | None) -> None:
-    """Check that observations of this space can be written out as text.
+def check_readable(name: str, space: Space[Any] | None, way_out: str = "") -> None:
+    """Check that observations of this space can be written out as text. `way_out`: what else one
+    may do with a picture.
 
     Raises:
         ConfigError: they hold an image, or too many numbers.
@@ -359,7 +360,7 @@ def check_readable(name: str, space: Space[Any] | None) -> None:
         if is_image(array):
             raise ConfigError(
                 f"{where} of {name} is an image, an array of {array.shape} in {array.dtype}, and"
-                " the models trained here read text alone. Choose an environment that says the"
+                f" no text: {f'{way_out}, ' if way_out else ''}choose an environment that says the"
                 " same in text or numbers, wrap it so that it does, or write an"
                 " agentrl.TextEnv for it"
             )

@@ -1,14 +1,18 @@
 """Gymnasium environments played in text."""
 
 from collections.abc import Iterator
+from io import BytesIO
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from PIL import Image
 
+from agentrl import EncodedImage, Observation
 from agentrl.envs.gymnasium_text import GymnasiumText
+from agentrl.envs.spaces_pictures import pictures_of
 from agentrl.envs.spaces_text import action_reader
 from agentrl.errors import ConfigError, EnvError
 from agentrl.testing import check_env
@@ -478,3 +482,134 @@ def test_an_environment_is_kept_for_the_same_options_and_closed_for_others(fixtu
     env.close()
     with pytest.raises(EnvError, match="call reset first"):
         env.step("0")
+
+
+class Drawn(Fixture):
+    """Draws its state: the number of steps as a shade."""
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+
+    def __init__(self, render_mode: str | None = None, draws: Any = None, **spaces: str) -> None:
+        super().__init__(**spaces)
+        self.render_mode, self.draws = render_mode, draws
+
+    def render(self) -> Any:
+        return np.full((8, 9, 3), len(self.done), np.uint8) if self.draws is None else self.draws
+
+
+@pytest.fixture
+def drawn_id() -> Iterator[str]:
+    gymnasium.register("Drawn-v0", entry_point=Drawn)
+    yield "Drawn-v0"
+    del gymnasium.registry["Drawn-v0"]
+
+
+def pixels_of(image: EncodedImage) -> np.ndarray[Any, Any]:
+    return np.asarray(Image.open(BytesIO(image.data)))
+
+
+def test_what_render_draws_is_shown_and_nothing_else(drawn_id: str) -> None:
+    env = GymnasiumText()
+    options = {"id": drawn_id, "view": "render"}
+    assert GymnasiumText.Options.model_validate(options).shows_images
+    assert not GymnasiumText.Options.model_validate({"id": drawn_id}).shows_images
+    begun = env.start(0, options)
+    assert isinstance(begun, Observation)
+    assert begun.text == "Actions: 0, 1."
+    for steps in range(1, 3):
+        seen, *_ = env.step("0")
+        assert isinstance(seen, Observation)
+        assert seen.text == ""
+        (image,) = seen.images
+        assert pixels_of(image).tolist() == np.full((8, 9, 3), steps).tolist()
+    assert env.step("2") == (
+        "Your message names no action. Answer with one of: 0, 1.",
+        0.0,
+        False,
+        False,
+        {"success": False},
+    )
+
+
+GREY = spaces.Box(0, 255, (8, 9), "uint8")
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((8, 9), [lambda pixels: pixels]),
+        ((8, 9, 1), [lambda pixels: pixels[..., 0]]),
+        ((1, 8, 9), [lambda pixels: pixels[0]]),
+        ((8, 9, 3), [lambda pixels: pixels]),
+        ((8, 9, 4), [lambda pixels: pixels]),
+        ((3, 8, 9), [lambda pixels: pixels.transpose(1, 2, 0)]),
+        ((3, 9, 3), [lambda pixels: pixels]),
+        ((4, 8, 9), [lambda pixels, n=n: pixels[n] for n in range(4)]),
+    ],
+)
+def test_arrays_of_pixels_are_pictures_by_their_shape(shape: Any, expected: Any) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    found = pictures_of(pixels)
+    assert len(found) == len(expected)
+    for image, of in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(pixels_of(image), of(pixels))
+
+
+def test_an_observation_is_shown_as_its_pictures_and_the_rest_as_text() -> None:
+    space = spaces.Dict(
+        near=GREY,
+        place=spaces.Tuple([spaces.Discrete(1), spaces.Box(0, 255, (8, 9, 3), "uint8")]),
+    )
+    env = GymnasiumText()
+    begun = env.start(
+        0,
+        plain({"id": "Fixture-v0", "view": "observation", "kwargs": {"observation_space": space}}),
+    )
+    assert isinstance(begun, Observation)
+    assert begun.text == "Actions: 0, 1.\nplace: [0]"
+    space.seed(0)
+    sampled = space.sample()
+    near, far = begun.images
+    np.testing.assert_array_equal(pixels_of(near), sampled["near"])
+    np.testing.assert_array_equal(pixels_of(far), sampled["place"][1])
+    alone = plain(
+        {"id": "Fixture-v0", "view": "observation", "kwargs": {"observation_space": GREY}}
+    )
+    shown = env.start(0, alone)
+    assert isinstance(shown, Observation)
+    assert (shown.text, len(shown.images)) == ("Actions: 0, 1.", 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"id": "Fixture-v0", "view": "render"}, "Fixture-v0 draws no pictures"),
+        ({"id": "Fixture-v0", "view": "observation"}, "holds no picture"),
+        (
+            {
+                "id": "Fixture-v0",
+                "view": "observation",
+                "kwargs": {
+                    "observation_space": spaces.Dict(a=GREY, b=spaces.Box(0, 1, (300,))),
+                },
+            },
+            "too long to write",
+        ),
+    ],
+)
+def test_a_view_that_there_is_not_says_the_way_out(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        GymnasiumText().start(0, plain(options))
+    assert said in str(error.value)
+
+
+def test_a_drawing_that_is_no_picture_fails_the_episode_by_name(drawn_id: str) -> None:
+    for draws in ("a text", [[0, 0]]):
+        options = {"id": drawn_id, "view": "render", "kwargs": {"draws": draws}}
+        with pytest.raises(EnvError, match=r"render\(\) of .* gave"):
+            GymnasiumText().start(0, options)
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "minigrid:MiniGrid-Empty-5x5-v0"])
+def test_games_with_pictures_keep_the_contract(env_id: str) -> None:
+    check_env(GymnasiumText, options={"id": env_id, "view": "render"})

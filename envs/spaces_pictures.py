@@ -1,0 +1,105 @@
+"""Gymnasium's pictures: arrays of pixels in observations and from `render()`, as `EncodedImage`.
+
+A `Box` of bytes from 0 to 255 is pictures if its shape is one of these:
+
+| shape | what it is |
+|---|---|
+| (height, width), each at least 8 | one in grey |
+| (height, width, 1), (1, height, width) | one in grey |
+| (height, width, 3), (3, height, width) | one in colours, RGB |
+| (height, width, 4) | one in colours with opacity, RGBA |
+| (4, height, width) | four in grey, the oldest first: the usual stack of frames |
+
+A last axis of 1, 3 or 4 comes before a first axis of these. All pictures of an observation are
+shown in the order of its space, before the text, in which the rest of the observation is written.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+
+from agentrl.envs.spaces_text import format_observation, is_image
+from agentrl.errors import EnvError
+from agentrl.protocols import Observation
+from agentrl.tokens.encoded_image import EncodedImage
+
+_TAKEN = object()
+"""Stands in the place of what has been taken out of an observation."""
+
+
+def holds_pictures(space: Space[Any] | None) -> bool:
+    """True if observations of a space hold pictures."""
+    if isinstance(space, spaces.Box):
+        return is_image(space)
+    return any(map(holds_pictures, _inner(space).values()))
+
+
+def without_pictures(space: Space[Any]) -> Space[Any] | None:
+    """A space without the parts of it that are pictures; None if nothing is left."""
+    if isinstance(space, spaces.Box):
+        return None if is_image(space) else space
+    if not (inner := _inner(space)):
+        return space
+    kept = {key: left for key, one in inner.items() if (left := without_pictures(one)) is not None}
+    if not kept:
+        return None
+    return spaces.Dict(kept) if isinstance(space, spaces.Dict) else spaces.Tuple([*kept.values()])
+
+
+def shown_of(space: Space[Any], observation: Any) -> Observation:
+    """An observation with its pictures, and the rest of it as text."""
+    images: list[EncodedImage] = []
+    rest = _taken_apart(space, observation, images)
+    return Observation("" if rest is _TAKEN else format_observation(rest), images)
+
+
+def rendered(env: Any) -> EncodedImage:
+    """The picture that `render()` draws of an environment's state.
+
+    Raises:
+        EnvError: it draws something else.
+    """
+    pixels = env.render()
+    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
+        raise EnvError(
+            f"render() of {env} gave {type(pixels).__name__}, and no array of uint8 with height,"
+            " width and colours: choose another options['view']"
+        )
+    return EncodedImage.of_pixels(pixels)
+
+
+def pictures_of(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> list[EncodedImage]:
+    """The pictures in an array of pixels, by the rule at the head of this module."""
+    if pixels.ndim == 2 or pixels.shape[-1] in (3, 4):
+        return [EncodedImage.of_pixels(pixels)]
+    if pixels.shape[-1] == 1:
+        return [EncodedImage.of_pixels(pixels[..., 0])]
+    if pixels.shape[0] == 3:
+        return [EncodedImage.of_pixels(pixels.transpose(1, 2, 0))]
+    return [EncodedImage.of_pixels(frame) for frame in pixels]
+
+
+def _taken_apart(space: Space[Any], observation: Any, images: list[EncodedImage]) -> Any:
+    """The rest of an observation, whose pictures are appended to `images`."""
+    if isinstance(space, spaces.Box) and is_image(space):
+        images += pictures_of(np.asarray(observation, np.uint8))
+        return _TAKEN
+    if not (inner := _inner(space)):
+        return observation
+    rest = {key: _taken_apart(one, observation[key], images) for key, one in inner.items()}
+    kept = {key: one for key, one in rest.items() if one is not _TAKEN}
+    if not kept:
+        return _TAKEN
+    return kept if isinstance(space, spaces.Dict) else tuple(kept.values())
+
+
+def _inner(space: Space[Any] | None) -> Mapping[Any, Space[Any]]:
+    """The parts of a space by their keys, or by their numbers."""
+    if isinstance(space, spaces.Dict):
+        return space.spaces
+    return dict(enumerate(space.spaces)) if isinstance(space, spaces.Tuple) else {}
+
+
+__all__ = ["holds_pictures", "pictures_of", "rendered", "shown_of", "without_pictures"]
