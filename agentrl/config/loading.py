@@ -17,9 +17,10 @@ from agentrl.config.environments import envs_of
 from agentrl.config.problems import explained, written_at
 from agentrl.config.run_config import COMPONENTS, HELPERS, RunConfig
 from agentrl.config.source import LISTS
-from agentrl.conversation.eyes import FAMILIES, seeing_family
+from agentrl.conversation.eyes import seeing_family
 from agentrl.errors import ConfigError, PluginError
 from agentrl.models.tiny import SIZES
+from agentrl.models.vision_families import FAMILIES
 from agentrl.net.credentials import refuse_credentials
 from agentrl.protocols import EngineOffers, options_class_of, shows_images
 from agentrl.protocols.component_settings import ClusterOffers

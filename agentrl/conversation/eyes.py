@@ -1,7 +1,8 @@
 """`Eyes`: how a model that sees has pictures written in its prompts.
 
 A chat template writes one placeholder for each picture. The family's processor puts as many there
-as the picture has rows of features, and those are the tokens of the prompt. The text of others
+as the picture has rows of features, in some families with marks around and between them, and those
+are the tokens of the prompt. The text of others
 holds no placeholder, since it is guarded like all control tokens
 (`agentrl.conversation.control_tokens`), so those of a rendered text are the pictures of its
 messages, in order.
@@ -12,20 +13,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from agentrl.errors import ConfigError, ImagesRefusedError
-from agentrl.tokens.arrays import IntArray
-from agentrl.tokens.encoded_image import EncodedImage
+from agentrl.models.vision_families import FAMILIES, FamilyFiles
 from agentrl.tokens.placed_images import PlacedImage
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")
-"""The families whose pictures can be rendered, by `model_type` of their configs."""
 
 
 class Eyes:
@@ -35,15 +29,15 @@ class Eyes:
         ConfigError: the folder has no image processor that can be read.
     """
 
-    def __init__(self, folder: Path, placeholder: str, placeholder_id: int) -> None:
+    def __init__(self, folder: Path, config: Any, tokenizer: Any) -> None:
         from transformers import AutoImageProcessor
 
-        self.placeholder = placeholder
+        self._id: int = config.image_token_id
+        self.placeholder: str = tokenizer.convert_ids_to_tokens(self._id)
         """Its text, of which a template writes one for each picture."""
-        self._id = placeholder_id
         try:
             # Pillow's everywhere: torchvision would make other pixels on machines that have it.
-            self._processor: Any = AutoImageProcessor.from_pretrained(
+            processor = AutoImageProcessor.from_pretrained(
                 folder, local_files_only=True, backend="pil"
             )
         except (OSError, ValueError, ImportError) as error:
@@ -51,10 +45,13 @@ class Eyes:
                 f"{folder} has no image processor that transformers can read"
                 f" (preprocessor_config.json): {error}. Copy the file from the model's own folder"
             ) from error
+        files = FamilyFiles(config, tokenizer, processor, self.placeholder)
+        self._write = FAMILIES[config.model_type](files)
+        self._written = lru_cache(maxsize=256)(self._written_of)
         self._count = lru_cache(maxsize=4096)(self._count_of)
 
     @classmethod
-    def of_model(cls, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> "Eyes | None":
+    def of_model(cls, folder: Path, tokenizer: Any) -> "Eyes | None":
         """The eyes of the model in a folder; None if it has none, or of a family that is not known.
 
         Raises:
@@ -65,11 +62,11 @@ class Eyes:
             return None
         from transformers import AutoConfig
 
-        token_id: int = AutoConfig.from_pretrained(folder, local_files_only=True).image_token_id
-        return cls(folder, tokenizer.convert_ids_to_tokens(token_id), token_id)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return cls(folder, config, tokenizer)
 
     def expanded(self, text: str, images: Sequence[EncodedImage]) -> str:
-        """A rendered text in which each placeholder is as many as its picture has.
+        """A rendered text in which each placeholder is what the family writes for its picture.
 
         Raises:
             ImagesRefusedError: the template has not written one for each picture, or the model's
@@ -83,7 +80,7 @@ class Eyes:
             )
         written = [pieces[0]]
         for image, piece in zip(images, pieces[1:], strict=True):
-            written += [self.placeholder * self._count(image.width, image.height), piece]
+            written += [self._written(image.height, image.width), piece]
         return "".join(written)
 
     def placed(
@@ -95,20 +92,22 @@ class Eyes:
         places = iter(np.flatnonzero(token_ids == self._id).tolist())
         found: list[PlacedImage] = []
         for image in images:
-            own = [*islice(places, self._count(image.width, image.height))]
+            own = [*islice(places, self._count(image.height, image.width))]
             found.append(PlacedImage(own[0], own[-1] + 1 - own[0], image))
         return tuple(found)
 
-    def _count_of(self, width: int, height: int) -> int:
-        """The number of tokens of a picture of this size, by the family's own image processor."""
+    def _written_of(self, height: int, width: int) -> str:
+        """The text of a picture of this size, by the family's own image processor."""
         try:
-            patches: int = self._processor.get_number_of_image_patches(height, width, {})
-        except ValueError as error:
+            return self._write(height, width)
+        except (ValueError, ZeroDivisionError) as error:
             raise ImagesRefusedError(
                 f"the model takes no picture of {width} x {height} pixels: {error}"
             ) from error
-        merged: int = self._processor.merge_size**2
-        return patches // merged
+
+    def _count_of(self, height: int, width: int) -> int:
+        """The number of placeholders in that."""
+        return self._written(height, width).count(self.placeholder)
 
 
 def seeing_family(folder: Path) -> str:
@@ -122,4 +121,4 @@ def seeing_family(folder: Path) -> str:
     return str(config.get("model_type", "")) if "vision_config" in config else ""
 
 
-__all__ = ["FAMILIES", "Eyes", "seeing_family"]
+__all__ = ["Eyes", "seeing_family"]

@@ -27,7 +27,7 @@ from agentrl import plugins
 from agentrl.conversation.chat_template import ChatTemplate, not_in
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.control_tokens import GUARD, ControlTokens, bare, extra_tokens
-from agentrl.conversation.eyes import FAMILIES, Eyes
+from agentrl.conversation.eyes import Eyes
 from agentrl.conversation.family import Family, family_named, find_family, names, reading_family
 from agentrl.conversation.placing import Places, place_messages
 from agentrl.conversation.reading import (
@@ -51,6 +51,7 @@ from agentrl.conversation.tool_formats import (
 )
 from agentrl.errors import ConfigError, ImagesRefusedError
 from agentrl.models.tokenizer import load_tokenizer
+from agentrl.models.vision_families import FAMILIES
 from agentrl.protocols import Prompt
 from agentrl.tokens.arrays import GrowingInts, IntArray, ints
 from agentrl.tokens.placed_images import PlacedImage, shifted

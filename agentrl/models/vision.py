@@ -19,15 +19,12 @@ import numpy as np
 
 from agentrl.errors import ConfigError
 from agentrl.models.optional_fields import optional_field
-from agentrl.tokens.arrays import IntArray
-from agentrl.tokens.encoded_image import EncodedImage
+from agentrl.models.vision_families import FAMILIES
 from agentrl.tokens.placed_images import PlacedImage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FAMILIES = ("idefics3", "internvl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
-"""The families whose pictures are computed here, by `model_type` of their configs."""
 _ONE_WAY = (
     "lets the tokens of a picture see each other in both directions, and attention here looks back"
     " only"
@@ -211,7 +208,6 @@ _INPUTS = frozenset({"image_grid_thw", "pixel_attention_mask", "pixel_values"})
 
 
 __all__ = [
-    "FAMILIES",
     "Part",
     "PictureFeatures",
     "PictureInputs",

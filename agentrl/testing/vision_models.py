@@ -1,28 +1,72 @@
 """Makes tiny, randomly initialised models that see, in the Hugging Face format."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import MAX_POSITIONS, train_tokenizer
 
-VisionFamily = Literal["qwen2_5_vl", "qwen2_vl", "qwen3_vl"]
+VisionFamily = Literal["idefics3", "internvl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm"]
 _HIDDEN = 64
-_SPECIALS = (
-    *("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
-    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
-)
-_TEMPLATE = (  # as that of Qwen2.5-VL, without videos
+
+
+@dataclass(frozen=True, slots=True)
+class _Dialect:
+    """A chat template with the special tokens that it and the family's processor write; the first
+    two are the padding and the end of a turn.
+    """
+
+    template: str
+    specials: Sequence[str]
+    placeholder: str
+
+
+_CHATML = (  # as that of Qwen2.5-VL, without videos
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
     "<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
     "{{ message['content'] }}<|im_end|>\n{% else %}{% for content in message['content'] %}"
     "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}"
+    "[picture]{% elif 'text' in content %}"
     "{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_QWEN = _Dialect(
+    _CHATML.replace("[picture]", "<|vision_start|><|image_pad|><|vision_end|>"),
+    (
+        *("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
+        *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    ),
+    "<|image_pad|>",
+)
+_INTERN = _Dialect(
+    _CHATML.replace("[picture]", "<IMG_CONTEXT>\n"),
+    ("<|endoftext|>", "<|im_end|>", "<|im_start|>", "<img>", "</img>", "<IMG_CONTEXT>"),
+    "<IMG_CONTEXT>",
+)
+_IDEFICS = _Dialect(
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}"
+    "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
+    (
+        *("<|im_end|>", "<end_of_utterance>", "<|im_start|>"),
+        *("<fake_token_around_image>", "<global-img>", "<image>"),
+        *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
+    ),
+    "<image>",
+)
+_DIALECTS: Mapping[str, _Dialect] = {
+    "idefics3": _IDEFICS,
+    "internvl": _INTERN,
+    "qwen2_5_vl": _QWEN,
+    "qwen2_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "smolvlm": _IDEFICS,
+}
 
 
 def create_tiny_vision_model(
@@ -36,8 +80,9 @@ def create_tiny_vision_model(
     """Write a model that sees, its tokenizer, chat template and image processor into `folder`,
     float32.
 
-    A picture is at most `most_tokens` tokens, and each stands for 28 x 28 pixels (32 x 32 in
-    qwen3_vl). The same arguments give the same files; no global random state is touched.
+    Of Qwen, a picture is at most `most_tokens` tokens, and each stands for 28 x 28 pixels (32 x 32
+    in qwen3_vl); of the others, it is up to four tiles of 28 x 28 and the whole one, each with four
+    tokens. The same arguments give the same files; no global random state is touched.
 
     Raises:
         ConfigError: `folder` is not empty, or the family is unknown.
@@ -48,18 +93,19 @@ def create_tiny_vision_model(
         GenerationConfig,
         PreTrainedTokenizerFast,
     )
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     if family not in get_args(VisionFamily):
         raise ConfigError(f"no family {family!r}: write one of {', '.join(get_args(VisionFamily))}")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty; name a new folder for the model")
+    dialect = _DIALECTS[family]
+    pad, end, *others = dialect.specials
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=train_tokenizer(corpus, _SPECIALS),
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=[*_SPECIALS[2:]],
-        chat_template=_TEMPLATE,
+        tokenizer_object=train_tokenizer(corpus, dialect.specials),
+        eos_token=end,
+        pad_token=pad,
+        additional_special_tokens=others,
+        chat_template=dialect.template,
         model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
     )
@@ -72,19 +118,37 @@ def create_tiny_vision_model(
     GenerationConfig(
         do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     ).save_pretrained(folder)
+    _processor(family, config, most_tokens).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _processor(family: VisionFamily, config: Any, most_tokens: int) -> Any:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+    from transformers.models.idefics3.image_processing_pil_idefics3 import (
+        Idefics3ImageProcessorPil,
+    )
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    if family == "internvl":
+        size = {"height": 28, "width": 28}
+        return GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, max_patches=4)
+    if family in ("idefics3", "smolvlm"):
+        kind = Idefics3ImageProcessorPil if family == "idefics3" else SmolVLMImageProcessorPil
+        return kind(size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
     patch = config.vision_config.patch_size
     pixels = (2 * patch) ** 2
-    Qwen2VLImageProcessorPil(
+    return Qwen2VLImageProcessorPil(
         patch_size=patch,
         merge_size=2,
         size={"shortest_edge": pixels, "longest_edge": most_tokens * pixels},
-    ).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    )
 
 
 def _config(family: VisionFamily, tokenizer: Any) -> Any:
     from transformers import AutoConfig
 
+    number = tokenizer.convert_tokens_to_ids
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1000.0}
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -102,6 +166,15 @@ def _config(family: VisionFamily, tokenizer: Any) -> Any:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    common: dict[str, Any] = {
+        "tie_word_embeddings": True,
+        "image_token_id": number(_DIALECTS[family].placeholder),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if _DIALECTS[family] is not _QWEN:
+        return AutoConfig.for_model(family, **_tiled(family, text), **common)
     vision: dict[str, Any] = {
         "depth": 2,
         "num_heads": 2,
@@ -121,14 +194,33 @@ def _config(family: VisionFamily, tokenizer: Any) -> Any:
         family,
         text_config=text,
         vision_config=vision,
-        tie_word_embeddings=True,
-        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
-        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
-        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
+        video_token_id=number("<|video_pad|>"),
+        vision_start_token_id=number("<|vision_start|>"),
+        vision_end_token_id=number("<|vision_end|>"),
+        **common,
     )
+
+
+def _tiled(family: VisionFamily, text: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config of the families that divide pictures into tiles has of its own."""
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+    }
+    plain = {"rope_type": "default", "rope_theta": 1000.0}
+    if family == "internvl":
+        return {
+            "text_config": {**text, "rope_parameters": plain, "model_type": "qwen2"},
+            "vision_config": {**tower, "image_size": [28, 28], "patch_size": [7, 7]},
+            "image_seq_length": 4,
+        }
+    return {
+        "text_config": {**text, "rope_parameters": plain, "model_type": "llama"},
+        "vision_config": {**tower, "image_size": 28, "patch_size": 7},
+        "scale_factor": 2,
+    }
 
 
 __all__ = ["VisionFamily", "create_tiny_vision_model"]

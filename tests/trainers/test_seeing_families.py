@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from agentrl.batch import collate
-from agentrl.models.vision import FAMILIES, Vision, part_of
+from agentrl.models.vision import Vision, part_of
+from agentrl.models.vision_families import FAMILIES
 from agentrl.placement.mesh import ONE_RANK
 from agentrl.trainers.compute.forward import to_device
 from agentrl.trainers.compute.pictures import PictureReader

@@ -1,0 +1,82 @@
+"""The families of models that see: how each writes a picture's placeholders.
+
+One table for prompts, engines and trainers. transformers' image processors say by the size of a
+picture what is made of it, so that nothing is decoded where prompts are made; the tokens around
+placeholders are those of the family's own processor, whose classes would make text, tokens and
+pixels at once, and need packages for videos.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Written = Callable[[int, int], str]
+"""The text of a picture of a height and a width, with its placeholders."""
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyFiles:
+    """What is known of a model without its weights. `placeholder`: the text of the token that
+    stands for a row of features.
+    """
+
+    config: Any
+    tokenizer: Any
+    processor: Any
+    placeholder: str
+
+
+def _merged(files: FamilyFiles) -> Written:
+    """Qwen: a placeholder for each square of merged patches. The template has the marks."""
+    merged: int = files.processor.merge_size**2
+
+    def written(height: int, width: int) -> str:
+        patches: int = files.processor.get_number_of_image_patches(height, width, {})
+        return files.placeholder * (patches // merged)
+
+    return written
+
+
+def _tiles_in_a_row(files: FamilyFiles) -> Written:
+    """InternVL: the tiles of a picture one after another, between two marks."""
+    begin = getattr(files.tokenizer, "start_image_token", "<img>")
+    end = getattr(files.tokenizer, "end_image_token", "</img>")
+    of_tile: int = files.config.image_seq_length
+
+    def written(height: int, width: int) -> str:
+        tiles: int = files.processor.get_number_of_image_patches(height, width, {})
+        return f"{begin}{files.placeholder * (of_tile * tiles)}{end}"
+
+    return written
+
+
+def _tiles_in_rows(files: FamilyFiles) -> Written:
+    """Idefics 3 and SmolVLM: each tile with its row and column, and the whole picture at last."""
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+    vision = files.config.vision_config
+    of_tile = int((vision.image_size // vision.patch_size) ** 2 / files.config.scale_factor**2)
+    around = getattr(files.tokenizer, "fake_image_token", "<fake_token_around_image>")
+    whole = getattr(files.tokenizer, "global_image_token", "<global-img>")
+
+    def written(height: int, width: int) -> str:
+        _, rows, columns = files.processor.get_number_of_image_patches(height, width, {})
+        text: str = get_image_prompt_string(
+            rows, columns, of_tile, around, files.placeholder, whole
+        )
+        return text
+
+    return written
+
+
+FAMILIES: Mapping[str, Callable[[FamilyFiles], Written]] = {
+    "idefics3": _tiles_in_rows,
+    "internvl": _tiles_in_a_row,
+    "qwen2_5_vl": _merged,
+    "qwen2_vl": _merged,
+    "qwen3_vl": _merged,
+    "smolvlm": _tiles_in_rows,
+}
+"""By `model_type` of their configs."""
+
+__all__ = ["FAMILIES", "FamilyFiles", "Written"]
