@@ -3,7 +3,8 @@
 The observation is the grid, then a line with the cells left, down, right and up of the player. Each
 cell is a space and a letter, so that a byte-level tokenizer makes one token of it, the same at
 every position. P is the player, S the start, F frozen, H a hole, G the goal, W the wall around the
-lake. With `view: picture` it is a picture of the lake instead, and no text.
+lake. With `view: picture` it is a picture instead, and no text: of the lake, or of what is around
+the player.
 """
 
 import random
@@ -34,7 +35,14 @@ _GRID_PROMPT = (
 _PICTURE_PROMPT = (
     "You are the dot. Reach the green square, avoid the dark ones. Say left, down, right or up."
 )
-_COLOURS = {"S": "#dde7f0", "F": "#e4f1fa", "H": "#5b7f9e", "G": "#8fd3a5", "P": "#f2b35e"}
+_COLOURS = {
+    "S": "#dde7f0",
+    "F": "#e4f1fa",
+    "H": "#5b7f9e",
+    "G": "#8fd3a5",
+    "P": "#f2b35e",
+    "W": "#22303c",
+}
 _SIGNS = {"F": "", "H": "", "P": "●", "G": "★"}
 
 Map = tuple[str, ...]
@@ -66,6 +74,9 @@ class FrozenLake(TextEnv):
         """The share of moves that go sideways. If true, two of three, as is Gymnasium's default."""
         view: Literal["grid", "picture"] = "grid"
         """The observation: the grid as text, or a picture of 28 x 28 pixels per cell."""
+        sight: int | None = Field(None, ge=1, le=16)
+        """With `view: picture`: the cells that are seen on each side of the player, who is then in
+        the middle of the picture; null: the whole lake."""
 
         @property
         def shows_images(self) -> bool:
@@ -77,6 +88,7 @@ class FrozenLake(TextEnv):
         self._desc: Map = ()
         self._slips = 0.0
         self._sees = False
+        self._sight: int | None = None
         self._state = 0
         self._over = True
 
@@ -94,7 +106,7 @@ class FrozenLake(TextEnv):
             self._desc, self._slips = desc, slips
         self._state, _ = self._lake.reset(seed=seed)
         self._over = False
-        self._sees = chosen.shows_images
+        self._sees, self._sight = chosen.shows_images, chosen.sight
         self.system_prompt = _PICTURE_PROMPT if self._sees else _GRID_PROMPT
         return self._view()
 
@@ -142,7 +154,7 @@ class FrozenLake(TextEnv):
 
     def _view(self, hint: str = "") -> str | Observation:
         if self._sees:
-            return Observation(hint, [_image(self._desc, self._state)])
+            return Observation(hint, [_image(self._desc, self._state, self._sight)])
         grid = _grid(self._desc, self._state)
         return f"{grid}\n{hint}" if hint else grid
 
@@ -187,8 +199,16 @@ def _picture(desc: Map, state: int) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _image(desc: Map, state: int) -> EncodedImage:
-    return board_image(_letters(desc, state), _COLOURS, _SIGNS)
+def _image(desc: Map, state: int, sight: int | None = None) -> EncodedImage:
+    rows = _letters(desc, state)
+    if sight is not None:
+        row, column = divmod(state, len(desc))
+        shore = "W" * sight
+        wide = [f"{shore}{cells}{shore}" for cells in rows]
+        wall = ["W" * len(wide[0])] * sight
+        around = [*wall, *wide, *wall][row : row + 2 * sight + 1]
+        rows = [cells[column : column + 2 * sight + 1] for cells in around]
+    return board_image(rows, _COLOURS, _SIGNS)
 
 
 def _letters(desc: Map, state: int) -> list[str]:

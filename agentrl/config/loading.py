@@ -19,7 +19,7 @@ from agentrl.config.run_config import COMPONENTS, HELPERS, RunConfig
 from agentrl.config.source import LISTS
 from agentrl.conversation.eyes import seeing_family
 from agentrl.errors import ConfigError, PluginError
-from agentrl.models.tiny import SIZES
+from agentrl.models.tiny import SEEING, SIZES
 from agentrl.models.vision_families import FAMILIES
 from agentrl.net.credentials import refuse_credentials
 from agentrl.protocols import EngineOffers, options_class_of, shows_images
@@ -181,9 +181,10 @@ def _blind_part(config: RunConfig) -> str:
     A model on the hub is not there yet: its renderer refuses pictures when an episode shows some.
     """
     name = config.model.name
-    is_made_here = name in SIZES
-    if is_made_here or (Path(name).is_dir() and seeing_family(Path(name)) not in FAMILIES):
-        return f"model={name} reads text alone: take a model of {', '.join(FAMILIES)}"
+    is_blind = name in SIZES and name not in SEEING
+    if is_blind or (Path(name).is_dir() and seeing_family(Path(name)) not in FAMILIES):
+        known = ", ".join(FAMILIES)
+        return f"model={name} reads text alone: take a model of {known}, or model=tiny_vision"
     if not EngineOffers.of(config.engine.factory).reads_images:
         return f"engine={config.engine.name} reads text alone: write engine=local"
     return ""

@@ -2,23 +2,27 @@
 Hugging Face format.
 
 Nothing is downloaded. The folder loads with `AutoModelForCausalLM`, `AutoTokenizer` and vLLM;
-tests, examples and laptops train such models. The architecture is Qwen3 with tied embeddings. The
-tokenizer is byte-level BPE, so it decodes any text that it encoded unchanged.
+tests, examples and laptops train such models. The architecture is Qwen3 with tied embeddings, that
+of a model that sees Qwen3-VL (`agentrl.models.tiny_vision`). The tokenizer is byte-level BPE, so it
+decodes any text that it encoded unchanged.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from agentrl.errors import ConfigError
+from agentrl.models import tiny_vision
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast, Qwen3Config
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-ModelSize = Literal["tiny", "small"]
+ModelSize = Literal["tiny", "small", "tiny_vision"]
 SIZES: dict[str, ModelSize] = {size: size for size in get_args(ModelSize)}
+SEEING: frozenset[str] = frozenset({"tiny_vision"})
+"""Those of models that see."""
 ChatTemplate = Literal["compact", "chatml"]
 
 MAX_POSITIONS = 2048
@@ -40,6 +44,7 @@ class _Shape:
 _SHAPES: dict[ModelSize, _Shape] = {
     "tiny": _Shape(hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp=512),
     "small": _Shape(hidden=256, layers=6, heads=4, kv_heads=2, head_dim=64, mlp=768),
+    "tiny_vision": _Shape(hidden=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp=512),
 }
 
 
@@ -93,6 +98,12 @@ _CHATML = _Dialect(
 )
 
 _DIALECTS: dict[ChatTemplate, _Dialect] = {"compact": _COMPACT, "chatml": _CHATML}
+_SEEING = _Dialect(
+    template=tiny_vision.TEMPLATE,
+    end=_COMPACT.end,
+    pad=_COMPACT.pad,
+    others=(*_COMPACT.others, *tiny_vision.MARKS),
+)
 
 # A word with its leading space, one digit, a run of signs with its leading space, or one
 # white-space character: a newline never joins its neighbours, so each cell of a grid and each line
@@ -125,7 +136,8 @@ def create_tiny_model(
 
     The tokenizer's merges are learned from `corpus` and a few built-in lines (grids, moves, digits,
     sentences), whose words always become single tokens. "tiny" has 1.1 million parameters, "small"
-    4.9. The same arguments give the same files; no global random state is touched.
+    4.9; "tiny_vision" has 1.0 and sees, and has a template of its own. The same arguments give the
+    same files; no global random state is touched.
 
     Raises:
         ConfigError: `folder` is not empty, or the size or template is unknown.
@@ -137,11 +149,13 @@ def create_tiny_model(
         )
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty; name a new folder for the model")
-    dialect = _DIALECTS[template]
+    dialect = _SEEING if size in SEEING else _DIALECTS[template]
     specials = [dialect.pad, dialect.end, *dialect.others]
     tokenizer = _wrap(train_tokenizer(corpus or (), specials), dialect)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     _write_weights(folder, model_config(size, len(tokenizer), **ends), seed)
+    if size in SEEING:
+        tiny_vision.image_processor().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -194,12 +208,12 @@ def _wrap(tokenizer: "Tokenizer", dialect: _Dialect) -> "PreTrainedTokenizerFast
 
 def model_config(
     size: ModelSize, vocab_size: int = MAX_VOCAB_SIZE, **special_tokens: int | None
-) -> "Qwen3Config":
+) -> "PreTrainedConfig":
     """The shape of a model of this size."""
     from transformers import Qwen3Config
 
     shape = _SHAPES[size]
-    return Qwen3Config(
+    text: dict[str, Any] = dict(
         vocab_size=vocab_size,
         hidden_size=shape.hidden,
         intermediate_size=shape.mlp,
@@ -218,31 +232,47 @@ def model_config(
         **special_tokens,
         dtype="float32",
     )
+    if size not in SEEING:
+        return Qwen3Config(**text)
+    marks = (_SEEING.pad, _SEEING.end, *_SEEING.others)
+    return tiny_vision.vision_language_config(text, marks)
 
 
-def _write_weights(folder: Path, config: "Qwen3Config", seed: int) -> None:
+def _write_weights(folder: Path, config: "PreTrainedConfig", seed: int) -> None:
     import torch
     from safetensors.torch import save_file
-    from transformers import GenerationConfig, Qwen3ForCausalLM
+    from transformers import (
+        GenerationConfig,
+        Qwen3ForCausalLM,
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+    )
 
     # transformers initialises from torch's CPU generator only; fork it, so that its state is
     # restored.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model: Any
+        if isinstance(config, Qwen3VLConfig):
+            model = Qwen3VLForConditionalGeneration(config)
+            tiny_vision.scale_tower(model)
+        else:
+            model = Qwen3ForCausalLM(config)
     folder.mkdir(parents=True, exist_ok=True)
     weights = dict(model.named_parameters())  # lists a tied weight once
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config.architectures = ["Qwen3ForCausalLM"]
+    config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
+    text = config.get_text_config()
     GenerationConfig(
-        do_sample=True, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+        do_sample=True, eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id
     ).save_pretrained(folder)
 
 
 __all__ = [
     "MAX_POSITIONS",
     "MAX_VOCAB_SIZE",
+    "SEEING",
     "SIZES",
     "ChatTemplate",
     "ModelSize",

@@ -57,13 +57,14 @@ class RunImages:
         return image
 
     def address(self, name: str) -> str:
-        """The picture of this name as a `data:` address, for a page; "" if it is missing."""
+        """The picture of this name as a `data:` address, for a page; "" if it is missing, or not
+        what its name says: whatever else stands in the file is not handed to a browser.
+        """
         try:
-            data = self.path(name).read_bytes()
-        except (OSError, ConfigError):
+            image = self.read(name)
+        except ConfigError:
             return ""
-        kind = "png" if name.endswith(".png") else "jpeg"
-        return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+        return f"data:image/{image.format};base64,{base64.b64encode(image.data).decode()}"
 
     def path(self, name: str) -> Path:
         """The file of the picture of this name.

@@ -71,7 +71,7 @@ class EpisodeReader:
         )
         if played is not None:
             if pictures:
-                _add_pictures(played["messages"], RunImages(self._run.path))
+                _add_pictures(played, RunImages(self._run.path))
             _add_numbers(played["turns"], samples)
             for turn, parent in zip(played["turns"], parents(played["turns"]), strict=True):
                 turn["parent"] = parent
@@ -289,10 +289,19 @@ def _evaluation_fate(row: Mapping[str, Any], plays: Sequence[Mapping[str, Any]])
     return fate
 
 
-def _add_pictures(messages: Sequence[dict[str, Any]], images: RunImages) -> None:
-    for message in messages:
-        names = message.get("images") or ()  # earlier versions kept none
+def _add_pictures(trajectory: Mapping[str, Any], images: RunImages) -> None:
+    """Add what they show to messages, and how many tokens each picture is; None where it stands in
+    no prompt.
+    """
+    tokens = {
+        placed["image"]: placed["tokens"]
+        for turn in trajectory["turns"]
+        for placed in turn.get("images") or ()  # earlier versions kept none
+    }
+    for message in trajectory["messages"]:
+        names = message.get("images") or ()
         message["pictures"] = [images.address(name) for name in names]
+        message["picture_tokens"] = [tokens.get(name) for name in names]
 
 
 def _add_numbers(turns: Sequence[dict[str, Any]], samples: Sequence[Mapping[str, Any]]) -> None:

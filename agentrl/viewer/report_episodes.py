@@ -79,12 +79,14 @@ def _conversation(trajectory: Mapping[str, Any]) -> dict[str, Any]:
         fits = len(picture) <= room
         room -= len(picture) if fits else 0
         left_out += not fits
-        images: list[str] = []
-        for image in message.get("pictures") or ():
+        images: list[tuple[str, int | None]] = []
+        for image, tokens in zip(
+            message.get("pictures") or (), message.get("picture_tokens") or (), strict=True
+        ):
             fits_too = len(image) <= room
             room -= len(image) if fits_too else 0
             left_out += not fits_too
-            images += [image] if fits_too else []
+            images += [(image, tokens)] if fits_too else []
         texts = {name: shorten(message.get(name)) for name in ("role", "reasoning", "content")}
         calls = [
             shorten(f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})")

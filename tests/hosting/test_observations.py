@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import httpx
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from agentrl import EncodedImage, Message, Observation, StepReply, plugins
 from agentrl.config.from_file import load_config
@@ -196,6 +198,35 @@ def test_the_pictures_of_a_lake_tell_its_states_apart() -> None:
     seen = [message.images[0].digest for message in trajectory.messages if message.role == "user"]
     states = [turn.state for turn in trajectory.turns]
     assert len(set(seen[: len(states)])) == len(set(states)) > 1
+
+
+def test_with_sight_a_lake_is_shown_around_the_player() -> None:
+    whole, near = FrozenLake(), FrozenLake()
+    shown = whole.start(1, {"view": "picture"})
+    around = near.start(1, {"view": "picture", "sight": 2})
+    for move in range(4):
+        if move:
+            word = whole.safe_moves()[-1]
+            shown, *_ = whole.step(word)
+            around, *_ = near.step(word)
+        assert isinstance(shown, Observation)
+        assert isinstance(around, Observation)
+        lake, seen = pixels_of(shown.images[0]), pixels_of(around.images[0])
+        row, column = divmod(whole._state, 4)
+        assert seen.shape == (5 * 28, 5 * 28, 3)
+        for y in range(5):
+            for x in range(5):
+                cell = seen[28 * y : 28 * (y + 1), 28 * x : 28 * (x + 1)]
+                at_y, at_x = row + y - 2, column + x - 2
+                if 0 <= at_y < 4 and 0 <= at_x < 4:
+                    of_lake = lake[28 * at_y : 28 * (at_y + 1), 28 * at_x : 28 * (at_x + 1)]
+                    np.testing.assert_array_equal(cell, of_lake)
+                else:
+                    assert cell[14, 14].tolist() == [0x22, 0x30, 0x3C]
+
+
+def pixels_of(image: EncodedImage) -> np.ndarray[Any, Any]:
+    return np.asarray(Image.open(BytesIO(image.data)))
 
 
 class _Seeing(FrozenLake):

@@ -8,8 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
+from agentrl import Message, Observation
+from agentrl.conversation.renderer import TemplateRenderer
+from agentrl.envs.frozen_lake import FrozenLake
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import MAX_VOCAB_SIZE, create_tiny_model
 from tests.properties import examples
@@ -117,3 +125,27 @@ def test_the_same_seed_gives_the_same_files_and_no_global_random_state_moves(
 def test_a_folder_in_use_is_refused(tiny_model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="not empty"):
         create_tiny_model(tiny_model_dir)
+
+
+def test_a_tiny_model_that_sees_has_a_token_for_each_square_of_a_board(tmp_path: Path) -> None:
+    from agentrl.models.vision import sees
+
+    create_tiny_model(tmp_path / "one", size="tiny_vision", seed=3)
+    create_tiny_model(tmp_path / "same", size="tiny_vision", seed=3)
+    for name in ("model.safetensors", "config.json", "preprocessor_config.json"):
+        one, same = ((tmp_path / of / name).read_bytes() for of in ("one", "same"))
+        assert one == same, name
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "one")
+    assert sees(model.config)
+    assert 9e5 <= sum(p.numel() for p in model.parameters()) <= 1.2e6
+    renderer = TemplateRenderer.of_model(tmp_path / "one")
+    for size, sight, cells in ((4, None, 16), (6, None, 36), (4, 1, 9)):
+        lake = FrozenLake()
+        options = {"view": "picture", "size": size, "sight": sight}
+        shown = lake.start(1, options)
+        assert isinstance(shown, Observation)
+        prompt = renderer.conversation().prompt([Message("user", "", images=(*shown.images,))])
+        (placed,) = prompt.images
+        assert placed.tokens == cells
+        assert renderer.decode(prompt.ids[: placed.start]) == "<|user|><|vision_start|>"
+        assert renderer.decode(prompt.ids[placed.stop :]) == "<|vision_end|><|end|><|assistant|>"

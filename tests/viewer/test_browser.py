@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from urllib.parse import quote, urlsplit
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from agentrl import EncodedImage
 from agentrl.cluster.worker_registry import WorkerCount
 from agentrl.flow import PendingWait
 from agentrl.observe.ending import Ending
@@ -421,6 +423,38 @@ def test_an_environments_picture_is_drawn_and_can_do_nothing_else(serve, tmp_pat
     look_into_frames(page, len(PICTURES) + 1)
     assert page.script("return document.title") == "run · agentrl"
     assert page.script("return location.href").startswith(page.url)
+    assert page.requested() == {urlsplit(page.url).netloc}
+
+
+def test_pictures_stand_where_they_stood_with_their_tokens(serve, tmp_path):
+    """Beside the messages that showed them, and among the tokens of the prompts. One whose file
+    holds something else is no picture there, and does nothing.
+    """
+    images = [EncodedImage.of_pixels(np.full((4, 6, 3), shade, np.uint8)) for shade in (0, 90, 180)]
+    run = MadeUpRun(tmp_path / "run", turns=3, images=images)
+    run.begin()
+    run.step()
+    file = tmp_path / "run" / "images" / images[2].name
+    file.write_bytes(b"<svg xmlns='http://www.w3.org/2000/svg' onload='document.title=1'/>")
+    page = serve(tmp_path)
+    page.open("#/episode?runs=run&id=train-000001%2F0%2F0")
+    page.wait(lambda: len(page.texts("figure.shown-image figcaption")) == 3)
+    assert page.texts("figure.shown-image figcaption") == ["2 tokens"] * 3
+    named = "return [...document.querySelectorAll('img.seen')].map((one) => one.title)"
+    assert page.script(named) == [image.name for image in images[:2]]
+    sizes = "return [...document.querySelectorAll('img.seen')].map((one) => one.naturalWidth)"
+    page.wait(lambda: page.script(sizes) == [6, 6])
+    (lost,) = page.texts("figure.shown-image p")
+    assert lost == f"the picture {images[2].name} is missing or damaged"
+    (button,) = page.browser.find_elements("xpath", "//button[.='whole prompts as tokens']")
+    button.click()
+    parts = (
+        "const count = (child) => child.tagName + child.querySelectorAll('.token').length;"
+        "return [...document.querySelectorAll('article.message')]"
+        ".map((one) => [...one.children].slice(0, 5).map(count))"
+    )
+    page.wait(lambda: page.script(parts) == [["HEADER0", "DIV1", "FIGURE0", "DIV1", "DIV6"]] * 3)
+    assert page.script("return document.title") == "run · agentrl"
     assert page.requested() == {urlsplit(page.url).netloc}
 
 

@@ -83,7 +83,7 @@ function raw(found) {
 function parsed(text) { try { return JSON.parse(text); } catch { return null; } }
 
 function conversation(trajectory, replay) {
-  const turns = trajectory.turns || [], known = turns.some((turn) => turn.sample !== null), numbers = turns.some((turn) => turn.trainer.advantages.some((value) => value !== null));
+  const turns = trajectory.turns || [], addresses = addressesOf(trajectory), known = turns.some((turn) => turn.sample !== null), numbers = turns.some((turn) => turn.trainer.advantages.some((value) => value !== null));
   if (!numbers && ["advantage", "ratio", "trainer", "gap", "mask"].includes(chosen.by)) chosen.by = "engine";
   const legend = el("span", { class: "legend" }), list = el("div", { class: "turns" });
   const by = el("select", { "aria-label": "colour tokens by", onchange: (event) => { chosen.by = event.target.value; fill(); } }, Object.entries(COLOURINGS).map(([name, { title }]) => el("option", { value: name, selected: name === chosen.by }, title)));
@@ -98,7 +98,7 @@ function conversation(trajectory, replay) {
   function fill() {
     const scale = scaleOf(COLOURINGS[chosen.by], turns);
     legend.replaceChildren(...legendOf(scale));
-    list.replaceChildren(...(chosen.tokens ? turns.map((turn, i) => tokenTurn(turn, i, scale, replay)) : messageTurns(trajectory, scale, replay)));
+    list.replaceChildren(...(chosen.tokens ? turns.map((turn, i) => tokenTurn(turn, i, scale, replay, addresses)) : messageTurns(trajectory, scale, replay)));
   }
   fill();
   return el("div", {}, el("div", { class: "bar" }, el("label", {}, "colour by", by), legend, tokens, note), list);
@@ -124,7 +124,32 @@ function messageTurns(trajectory, scale, replay) {
 
 /** The pictures that a message shows the model, from the run's own files. */
 function imagesOf(message) {
-  return (message.pictures || []).map((address, i) => address ? el("img", { class: "seen", src: address, alt: `picture ${i + 1}: ${message.images[i]}`, title: message.images[i] }) : el("p", { class: "soft" }, `the picture ${message.images[i]} is missing`));
+  return (message.pictures || []).map((address, i) => imageOf(address, message.images[i], message.picture_tokens[i]));
+}
+
+/** A picture that the model was shown, with the number of its tokens. */
+function imageOf(address, name, tokens) {
+  const counted = tokens ? `${tokens.toLocaleString("en")} ${tokens === 1 ? "token" : "tokens"}` : "in no prompt";
+  const shown = address ? el("img", { class: "seen", src: address, alt: `picture ${name}`, title: name }) : el("p", { class: "soft" }, `the picture ${name} is missing or damaged`);
+  return el("figure", { class: "shown-image" }, shown, el("figcaption", { class: "soft small" }, counted));
+}
+
+/** The tokens of a prompt, in which pictures stand in place of their own tokens. */
+function promptOf(tokens, images, addresses) {
+  const parts = [];
+  let at = 0;
+  for (const { start, tokens: count, image } of images || []) {
+    if (start > at) parts.push(someOf(tokens.slice(at, start), null));
+    parts.push(imageOf(addresses.get(image), image, count));
+    at = start + count;
+  }
+  if (at < tokens.length || !parts.length) parts.push(someOf(tokens.slice(at), null));
+  return parts;
+}
+
+/** The addresses of an episode's pictures, by the names of their files. */
+function addressesOf(trajectory) {
+  return new Map(trajectory.messages.flatMap((message) => (message.pictures || []).map((address, i) => [message.images[i], address])));
 }
 
 const FRAME = `<!doctype html><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:"><meta http-equiv="x-dns-prefetch-control" content="off"><style>body{margin:6px;font:14px sans-serif;color:#22303c;background:#fff}svg,img{max-width:100%;max-height:calc(100vh - 12px)}</style>`;
@@ -134,9 +159,9 @@ function picture(html) {
   return html ? el("iframe", { class: "picture", sandbox: "", referrerpolicy: "no-referrer", loading: "lazy", title: "the environment's picture", srcdoc: FRAME + html }) : null;
 }
 
-function tokenTurn(turn, number, scale, replay) {
+function tokenTurn(turn, number, scale, replay, addresses) {
   const prompt = turn.prompt.map((text, i) => ({ id: turn.prompt_ids[i], text, sampled: false, engine: null, old: null, updated: null, entropy: null, advantage: null, version: null }));
-  return el("article", { class: `message assistant${turn.forked ? " forked" : ""}` }, turnHead(turn, number, replay), someOf(prompt, null), someOf(about(turn), scale), infoOf(turn));
+  return el("article", { class: `message assistant${turn.forked ? " forked" : ""}` }, turnHead(turn, number, replay), promptOf(prompt, turn.images, addresses), someOf(about(turn), scale), infoOf(turn));
 }
 
 /** A button that copies the command which goes on from a turn, and shows it. */

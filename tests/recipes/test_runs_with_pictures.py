@@ -1,0 +1,89 @@
+"""Whole runs whose environment shows pictures: each family learns, and nothing is lost."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.models.vision_families import FAMILIES
+from agentrl.testing.vision_models import VisionFamily, create_tiny_vision_model
+from tests.recipes.test_runs import SMALL, folder, kill_during, start, train
+
+GAP = 1e-4
+"""The largest difference between the engine's logprobs and the trainer's, both in float32."""
+PICTURES = [
+    *SMALL,
+    "env.options={view: picture, size: 2}",
+    "steps=2",
+    "evaluation.tasks=0",
+    "rollout.budget.turns=2",
+    "rollout.max_staleness=0",
+]
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(one, marks=pytest.mark.slow if one == "smolvlm" else pytest.mark.long)
+        for one in FAMILIES
+    ],
+)
+def test_a_family_trains_from_pictures_and_what_it_publishes_is_taken_up(
+    agentrl: Any, family: VisionFamily, tmp_path: Path
+) -> None:
+    create_tiny_vision_model(tmp_path / "model", family)
+    run = tmp_path / "run"
+    done = agentrl(
+        "train",
+        *PICTURES,
+        f"run_dir={run}",
+        f"model={tmp_path / 'model'}",
+        "trainer.lr=0.02",
+        "trainer.max_grad_norm=null",
+        "trainer.train_tower=true",
+        "trainer.train_projector=true",
+    )
+    assert done.returncode == 0, done.stderr
+    rows = steps_of(run)
+    # The second step's tokens were sampled from the weights that the first step has published.
+    assert [row["logprob_gap_max"] < GAP for row in rows] == [True, True], rows
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert all(row["forked_turns"] == 0 for row in rows)
+    shown = json.loads((run / "summary.json").read_text())
+    assert shown["episodes"]["trained"] == 32
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_pictures_ends_with_the_weights_of_one_that_was_not(
+    tmp_path: Path,
+) -> None:
+    settings = [
+        *PICTURES,
+        "run_dir=run",
+        "model=tiny_vision",
+        "steps=4",
+        "checkpoint.every=1",
+        "env.isolation=inline",
+        "trainer.train_tower=true",
+        "trainer.train_projector=true",
+    ]
+    whole = train(*settings, cwd=folder(tmp_path, "whole"))
+    killed_in = folder(tmp_path, "killed")
+    command = start(*settings, cwd=killed_in)
+    kill_during(command, killed_in / "run", steps=2, extra=0)
+    assert command.poll() == -signal.SIGKILL, command.output
+    killed = train("--resume", "run", cwd=killed_in)
+    assert killed["weights_sha256"] == whole["weights_sha256"]
+    assert killed["tasks"] == whole["tasks"]
+    kept = [
+        sorted(path.name for path in (one / "run" / "images").iterdir())
+        for one in (tmp_path / "whole", killed_in)
+    ]
+    assert kept[0] == kept[1]
