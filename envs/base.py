@@ -47,6 +47,7 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, Observation, ResetReply, StepReply, StepResult
 from agentrl.settings.base import Settings
 from agentrl.settings.faults import Fault, faults
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import MadeCall, ToolCall
 
 __all__ = ["TextEnv", "ToolEnv", "ToolError", "ToolResult", "plays", "read_options"]
@@ -181,6 +182,8 @@ class ToolResult:
     """A limit has ended the episode."""
     success: bool | None = None
     """True if the goal was reached; `None` leaves it open."""
+    images: Sequence[EncodedImage] = ()
+    """Pictures for a model that sees; those of all calls of a message stand before the texts."""
 
     @property
     def over(self) -> bool:
@@ -198,8 +201,9 @@ class ToolEnv(TextEnv):
     """An environment whose tools are its typed public methods, sync or async (see the head of this
     module).
 
-    A tool returns the observation (text, or a number, list or dict, which is written as JSON), or a
-    `ToolResult` that can also give a reward and end the episode. It raises `ToolError` to tell the
+    A tool returns the observation (text, or a number, list or dict, which is written as JSON; or a
+    picture, or an `Observation` with some), or a `ToolResult` that can also give a reward and end
+    the episode. It raises `ToolError` to tell the
     model that something cannot be done; any other exception is a failure of the environment. A call
     that is malformed, names no tool or has wrong arguments costs a turn, and the model gets a text
     that says why. The calls of a message run in order until one ends the episode.
@@ -257,16 +261,17 @@ class ToolEnv(TextEnv):
         """
         return how_to_call(self.tools)
 
-    def step(self, action: str) -> StepResult | Awaitable[StepResult]:
+    def step(self, action: str) -> StepReply | Awaitable[StepReply]:
         """Run the tool calls in the model's message and return their merged results."""
         playing = self._play(action)
         return playing if self._is_async else _run_without_waiting(playing)
 
-    async def _play(self, action: str) -> StepResult:
+    async def _play(self, action: str) -> StepReply:
         made: list[MadeCall] = []
         self.calls_made = made
         if self.short_calls:
-            return (await self._run_short(action, made)).step
+            only = await self._run_short(action, made)
+            return _shown(only.step, only.images)
         message = parse_tool_calls(action)
         results: list[tuple[str, ToolResult]] = []
         for call in message.calls:
@@ -281,7 +286,8 @@ class ToolEnv(TextEnv):
             results += [("", ToolResult(f"Error: {error}")) for error in message.errors]
         if not results:
             results = [("", _as_result(await _now(self.reply(message.text)), "reply"))]
-        return merged([(name, result.step) for name, result in results])
+        images = [image for _, result in results for image in result.images]
+        return _shown(merged([(name, result.step) for name, result in results]), images)
 
     async def _run_short(self, text: str, made: list[MadeCall]) -> ToolResult:
         try:
@@ -308,16 +314,22 @@ class ToolEnv(TextEnv):
 ToolEnv._base = ToolEnv
 
 
+def _shown(step: StepResult, images: Sequence[EncodedImage]) -> StepReply:
+    """A step that shows pictures, if there are any."""
+    text, *rest = step
+    return (Observation(text, images), *rest) if images else step
+
+
 async def _now(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _run_without_waiting(playing: Coroutine[Any, Any, StepResult]) -> StepResult:
+def _run_without_waiting(playing: Coroutine[Any, Any, StepReply]) -> StepReply:
     """Run a coroutine that never waits, without an event loop."""
     try:
         playing.send(None)
     except StopIteration as done:
-        result: StepResult = done.value
+        result: StepReply = done.value
         return result
     playing.close()
     raise EnvError("a tool declared with `def` waited for something; declare it with `async def`")
@@ -328,9 +340,14 @@ def _as_result(value: Any, tool: str) -> ToolResult:
         return value
     if isinstance(value, str):
         return ToolResult(value)
+    if isinstance(value, EncodedImage):
+        return ToolResult("", images=(value,))
+    if isinstance(value, Observation):
+        return ToolResult(value.text, images=value.images)
     if isinstance(value, bool | int | float | list | dict):
         return ToolResult(json.dumps(value, ensure_ascii=False))
     raise EnvError(
         f"tool {tool!r} returned {type(value).__name__}; return a text, a number, a list or dict of"
-        " these, or a ToolResult(observation, reward=..., terminated=..., success=...)"
+        " these, an EncodedImage or an Observation, or a ToolResult(observation, reward=...,"
+        " terminated=..., success=...)"
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from agentrl.envs.sandboxed import SandboxedEnv, SandboxOptions
 from agentrl.errors import ConfigError, PluginError
-from agentrl.protocols import Env, OwnerOnly, Sandbox, StepResult
+from agentrl.protocols import Env, OwnerOnly, Sandbox, StepReply
 from agentrl.sandbox.harbor.task import named_folder, read_task, task_folders
 from agentrl.sandbox.harbor.trial import HarborTrial, TrialSettings
 
@@ -66,7 +66,7 @@ class Harbor(SandboxedEnv):
         sandbox = await self.trial.start()
         return task.instruction, sandbox
 
-    async def step(self, action: str) -> StepResult:
+    async def step(self, action: str) -> StepReply:
         """Run the tool calls in the model's message. After the agent's time, the work is judged as
         it is then.
         """

@@ -17,11 +17,14 @@ tools to the server's:
             return ToolResult("", reward=float(right), terminated=True, success=right)
 
 The environment reads these keys of a tool result's structured content: `reward` (a number),
-`terminated`, `truncated`, `success`. The model reads the text of the result. Each episode has its
+`terminated`, `truncated`, `success`. The model reads the text of the result, and with the option
+`pictures` sees its pictures. Each episode has its
 own session and so, with `stdio`, its own process.
 """
 
 import asyncio
+import base64
+import binascii
 import inspect
 import logging
 import math
@@ -34,7 +37,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar, NamedTuple, TextIO
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError
@@ -43,10 +46,11 @@ from agentrl.conversation.tools import no_such_tool
 from agentrl.envs import background
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
 from agentrl.envs.foreign import load_package
-from agentrl.errors import ConfigError, EnvError, PluginError
+from agentrl.errors import ConfigError, EnvError, ImageError, PluginError
 from agentrl.net.http_client import proxy_note
-from agentrl.protocols import Env, ResetReply, StepResult
+from agentrl.protocols import Env, ResetReply, StepReply
 from agentrl.settings.base import Settings
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import ToolCall
 
 logger = logging.getLogger(__name__)
@@ -70,6 +74,8 @@ class McpToolEnv(ToolEnv, no_tools=True):
     """An environment whose tools are those of the MCP server `server` and its own typed public
     methods.
 
+    With `pictures`, those in results are shown to the model; else a placeholder stands for each.
+
     `reply` answers a message without tool calls; by default it asks for one. `hidden` names tools
     of the server that the model is not shown; `call` can call every tool of the server, also from
     `start`. If the server dies or breaks the protocol, its episode fails with `EnvError`. A call
@@ -78,6 +84,7 @@ class McpToolEnv(ToolEnv, no_tools=True):
 
     server: str = ""
     hidden: Sequence[str] = ()
+    pictures: bool = False
     _is_async: ClassVar[bool] = True
     _session: "_Session | None" = None
 
@@ -103,7 +110,7 @@ class McpToolEnv(ToolEnv, no_tools=True):
         begun = super().reset(seed=seed, options=options)
         return await begun if inspect.isawaitable(begun) else begun
 
-    async def step(self, action: str) -> StepResult:
+    async def step(self, action: str) -> StepReply:
         """Run the tool calls in the model's message and return their merged results."""
         return await self._play(action)
 
@@ -114,7 +121,8 @@ class McpToolEnv(ToolEnv, no_tools=True):
             ToolError: the tool reports an error.
             EnvError: the server is gone, its answer is not MCP, or its reward is not a number.
         """
-        return _as_tool_result(self.server, *await self._ask(name, arguments))
+        text, content, images = await self._ask(name, arguments)
+        return _as_tool_result(self.server, text, content, images)
 
     async def close(self) -> None:
         """End the session, and the server if it is our own process."""
@@ -122,10 +130,10 @@ class McpToolEnv(ToolEnv, no_tools=True):
         if session is not None:
             await session.close()
 
-    async def _ask(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    async def _ask(self, name: str, arguments: Mapping[str, Any]) -> "_Answer":
         if self._session is None:
             raise EnvError(f"{self.server}: no episode is being played; call reset first")
-        return await self._session.call(name, arguments)
+        return await self._session.call(name, arguments, pictures=self.pictures)
 
     async def _run(self, call: ToolCall) -> ToolResult:
         if any(spec.name == call.name for spec in self._specs):
@@ -170,6 +178,14 @@ class McpEnv(McpToolEnv):
         (`reward: ...`)."""
         hidden: tuple[str, ...] = Field(default=())
         """Tools that the model is not shown."""
+        pictures: bool = False
+        """Whether pictures in results are shown to the model, which must be able to see; else a
+        placeholder in the text stands for each."""
+
+        @property
+        def shows_images(self) -> bool:
+            """True if the model must be able to see."""
+            return self.pictures
 
     def __init__(self, server: str) -> None:
         self.server = server
@@ -188,7 +204,7 @@ class McpEnv(McpToolEnv):
                 " task"
             )
         self._options = chosen
-        self.system_prompt = chosen.system_prompt
+        self.system_prompt, self.pictures = chosen.system_prompt, chosen.pictures
         self.hidden = (*chosen.hidden, *filter(None, (chosen.setup, chosen.judge)))
         return await super().reset(seed=seed, options=options)
 
@@ -197,7 +213,7 @@ class McpEnv(McpToolEnv):
         chosen, begun = self._options, ""
         if chosen.setup:
             try:
-                begun, _ = await self._ask(chosen.setup, {"seed": seed})
+                begun, *_ = await self._ask(chosen.setup, {"seed": seed})
             except ToolError as error:
                 raise EnvError(
                     f"{self.server}: the setup {chosen.setup!r} says: {error}"
@@ -212,7 +228,7 @@ class McpEnv(McpToolEnv):
             readable = text.encode(
                 errors="replace"
             ).decode()  # a model may write half of a surrogate pair
-            text, content = await self._ask(self._options.judge, {"answer": readable})
+            text, content, _ = await self._ask(self._options.judge, {"answer": readable})
         except ToolError as error:
             raise EnvError(
                 f"{self.server}: the judge {self._options.judge!r} says: {error}"
@@ -225,6 +241,15 @@ class McpEnv(McpToolEnv):
             True,
             success=None if success is None else bool(success),
         )
+
+
+class _Answer(NamedTuple):
+    """What a tool has returned."""
+
+    text: str
+    content: Mapping[str, Any]
+    """Its structured content."""
+    images: Sequence[EncodedImage] = ()
 
 
 class _Session:
@@ -249,20 +274,25 @@ class _Session:
         self._task = background.start(self._live())
         self.tools = await self._result_of(self._ready)
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        """Call a tool; returns the text and the structured content of its result.
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], *, pictures: bool = False
+    ) -> "_Answer":
+        """Call a tool. Without `pictures`, they are placeholders in the text.
 
         Raises:
             ToolError: the tool reports an error.
+            EnvError: a picture is none that is taken.
         """
         result = await self._result_of(
             background.start(self._client.call_tool(name, dict(arguments)))
         )
-        text = "\n".join(map(_text, result.content))
+        seen = [block for block in result.content if pictures and block.type == "image"]
+        text = "\n".join(_text(block) for block in result.content if block not in seen)
         if result.is_error:
             raise ToolError(text)
         content = result.structured_content
-        return text, content if isinstance(content, Mapping) else {}
+        images = [_picture(f"{self._server}: a picture of {name}", block) for block in seen]
+        return _Answer(text, content if isinstance(content, Mapping) else {}, images)
 
     async def close(self) -> None:
         """End the session. If the server hangs, cancelling the caller cancels the session."""
@@ -424,6 +454,21 @@ def _text(block: Any) -> str:
     return f"[{block.type} {getattr(resource, 'mime_type', None) or getattr(resource, 'uri', '')}]"
 
 
+def _picture(where: str, block: Any) -> EncodedImage:
+    """The picture of a block, which is looked at.
+
+    Raises:
+        EnvError: it is none that is taken, or another than the server says.
+    """
+    try:
+        image = EncodedImage(base64.b64decode(block.data, validate=True))
+    except (ImageError, binascii.Error, ValueError) as error:
+        raise EnvError(f"{where} is not taken: {error}") from error
+    if block.mime_type not in (f"image/{image.format}", "image/jpg" * (image.format == "jpeg")):
+        raise EnvError(f"{where} is a {image.format.upper()} file, and not {block.mime_type!r:.80}")
+    return image
+
+
 def _number(server: str, value: Any) -> float:
     """A reward as a float.
 
@@ -439,7 +484,9 @@ def _number(server: str, value: Any) -> float:
     return number
 
 
-def _as_tool_result(server: str, text: str, content: Mapping[str, Any]) -> ToolResult:
+def _as_tool_result(
+    server: str, text: str, content: Mapping[str, Any], images: Sequence[EncodedImage]
+) -> ToolResult:
     success = content.get("success")
     return ToolResult(
         text,
@@ -447,4 +494,5 @@ def _as_tool_result(server: str, text: str, content: Mapping[str, Any]) -> ToolR
         terminated=bool(content.get("terminated")),
         truncated=bool(content.get("truncated")),
         success=None if success is None else bool(success),
+        images=images,
     )

@@ -23,7 +23,7 @@ from agentrl.conversation.right_answers import check_it_is_no_solution
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
 from agentrl.envs.python_tool import Programs
 from agentrl.errors import ConfigError
-from agentrl.protocols import OwnerOnly, ResetResult, StepResult
+from agentrl.protocols import OwnerOnly, ResetResult, StepReply, StepResult
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Message
@@ -182,7 +182,7 @@ class QuestionAnswer(ToolEnv):
         super().restore(state)
         self._specs = tuple(spec for spec in type(self)._specs if spec.schema in self.tools)
 
-    async def step(self, action: str) -> StepResult:
+    async def step(self, action: str) -> StepReply:
         """Run the calls of a message, or take it as the answer."""
         played = self._play(action) if self.tools else self._final_step(action)
         observation, reward, terminated, truncated, info = await played

@@ -7,11 +7,13 @@ import time
 from collections.abc import Awaitable, Mapping
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from agentrl import EncodedImage, Observation
 from agentrl.envs.base import TextEnv, ToolEnv, ToolError, ToolResult
 from agentrl.envs.calculator import Calculator
 from agentrl.envs.frozen_lake import ACTIONS, FrozenLake, careful_player
@@ -528,3 +530,42 @@ def test_prefixes_make_many_tasks_of_few_numbers() -> None:
     plain = GuessNumber()
     assert plain.reset(seed=99, options={"high": 16})[0] == "Guess a number from 1 to 16."  # type: ignore[index]
     assert plain.secret == env.secret % 100
+
+
+class Darkroom(ToolEnv):
+    """Its tools show pictures, alone, with a text and in a result."""
+
+    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        return "Look."
+
+    def look(self) -> EncodedImage:
+        """Look around."""
+        return shade(1)
+
+    def read(self) -> Observation:
+        """Read a label."""
+        return Observation("a label", [shade(2), shade(3)])
+
+    def leave(self) -> ToolResult:
+        """Leave."""
+        return ToolResult("left", 1.0, terminated=True, success=True, images=[shade(4)])
+
+
+def shade(value: int) -> EncodedImage:
+    return EncodedImage.of_pixels(np.full((4, 4), value, np.uint8))
+
+
+def test_tools_show_pictures_in_the_order_of_the_calls() -> None:
+    env = Darkroom()
+    env.reset(seed=0, options={})
+    seen, *rest = run(env.step(call("look") + call("read") + call("leave")))
+    assert isinstance(seen, Observation)
+    assert seen.text == "look: \nread: a label\nleave: left"
+    assert [*seen.images] == [shade(1), shade(2), shade(3), shade(4)]
+    assert rest == [1.0, True, False, {"success": True}]
+    seen, *_ = run(env.step(call("look")))
+    assert seen == Observation("", [shade(1)])
+    env.call_shortly(True)
+    seen, *_ = run(env.step("read"))
+    assert seen == Observation("a label", [shade(2), shade(3)])
+    assert run(env.step(call("nothing")))[0].startswith("Error")

@@ -3,6 +3,7 @@ misbehaves.
 """
 
 import asyncio
+import base64
 import json
 import re
 import socket
@@ -16,15 +17,17 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl import plugins
+from agentrl import EncodedImage, plugins
 from agentrl.envs.base import ToolResult
 from agentrl.envs.mcp import McpEnv, McpToolEnv
 from agentrl.errors import ConfigError, DeadlineError, EnvError, PluginError
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.live_env import LiveEnv
+from agentrl.hosting.observations import images_taken
 from agentrl.testing import check_env
 from agentrl.trajectory import ToolCall
 from tests.processes import still_alive, title
+from tests.tokens.test_encoded_image import PNG, png_of_size
 
 SAFE = '''
     """A safe whose code follows from the seed."""
@@ -94,7 +97,11 @@ ODD = '''
                     case "reward":
                         return {"content": [], "structuredContent": {"reward": "much"}}
                     case "picture":
-                        return {"content": [{"type": "image", "data": "", "mimeType": "image/png"}]}
+                        picture = {"data": "", "mimeType": "image/png"}
+                        picture.update(params["arguments"].get("of", {}))
+                        return {"content": [
+                            {"type": "text", "text": "seen"}, {"type": "image", **picture}
+                        ]}
                     case "refuse":
                         return {"content": [{"type": "text", "text": "not today"}], "isError": True}
                     case "shape":
@@ -156,7 +163,7 @@ def test_the_tools_of_a_server_are_listed_called_and_misused(folder):
             (call("do") + call("undo"), "do: done\nundo: done"),
             (call("und"), "Error: there is no tool 'und'; did you mean 'undo'? Tools: do, undo"),
             (call("do", what="refuse"), "Error: not today"),
-            (call("do", what="picture"), "[image image/png]"),
+            (call("do", what="picture"), "seen\n[image image/png]"),
             (
                 '<tool_call>{"name": "do", "arguments": {"what": "\\ud800"}}</tool_call>',
                 "Error: the tool call is not usable",
@@ -374,3 +381,43 @@ def test_an_episode_with_a_real_server_is_set_up_by_its_seed_and_paid_by_its_res
 def test_a_server_over_http_keeps_the_contract(http_server):
     options = {"setup": "begin", "judge": "grade"}
     check_env(plugins.load("envs", http_server), options=options, seeds=(0,), deadline=20.0)
+
+
+def coded(data: bytes, kind: str = "image/png") -> dict[str, str]:
+    return {"data": base64.b64encode(data).decode(), "mimeType": kind}
+
+
+def test_pictures_of_results_are_shown_if_the_options_say_so(folder):
+    async def main() -> None:
+        env = live(odd(folder))
+        await env.reset(0, {"task": "Look.", "pictures": True})
+        looked = call("do", what="picture", of=coded(PNG)) + call("do")
+        text, *_, info = await env.step(looked)
+        images, _ = images_taken("step", info)
+        assert (text, images) == ("do: seen\ndo: done", (EncodedImage(PNG),))
+        await env.close()
+
+    asyncio.run(main())
+    options = McpEnv.Options.model_validate({"pictures": True})
+    assert options.shows_images
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (coded(PNG[:-20]), "the PNG is cut off"),
+        (coded(png_of_size(60_000, 60_000)), "60,000 x 60,000 pixels"),
+        (coded(b"<svg onload='alert(1)'/>"), "a SVG file"),
+        (coded(PNG, "image/jpeg"), "is a PNG file, and not 'image/jpeg'"),
+        ({"data": "%%%%"}, "a picture of do is not taken"),
+    ],
+)
+def test_a_hostile_picture_of_a_server_fails_its_episode_by_name(folder, sent, said):
+    async def main() -> None:
+        env = live(odd(folder))
+        await env.reset(0, {"task": "Look.", "pictures": True})
+        with pytest.raises(EnvError, match=said):
+            await env.step(call("do", what="picture", of=sent))
+        await env.close()
+
+    asyncio.run(main())
