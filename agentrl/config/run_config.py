@@ -64,7 +64,8 @@ class ModelConfig(RendererConfig):
 
     name: PathText = "tiny"
     """The folder of a Hugging Face model, or the id of a model on the hub (`Qwen/Qwen3-8B`), or
-    `tiny` or `small`, which are randomly initialised at the start. An existing folder comes first.
+    `tiny`, `small` or `tiny_vision` (which sees), which are randomly initialised at the start. An
+    existing folder comes first.
     """
     revision: str | None = None
     """Branch, tag or commit of a model on the hub; by default its newest. A run stays with the

@@ -46,7 +46,7 @@ class Eyes:
                 f" (preprocessor_config.json): {error}. Copy the file from the model's own folder"
             ) from error
         files = FamilyFiles(config, tokenizer, processor, self.placeholder)
-        self._write = FAMILIES[config.model_type](files)
+        self._write = FAMILIES[config.model_type].written(files)
         self._written = lru_cache(maxsize=256)(self._written_of)
         self._count = lru_cache(maxsize=4096)(self._count_of)
 

@@ -15,6 +15,7 @@ from typing import Any
 from agentrl.errors import ConfigError
 from agentrl.models.layer_facts import Heads, Kept, Layer
 from agentrl.models.optional_fields import optional_field
+from agentrl.models.tower_facts import kept_of_tower
 from agentrl.models.vision import auto_class, language_model, part_of, sees
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -103,6 +104,8 @@ class ModelFacts:
     """The embedding is also the output layer."""
     tower: int = 0
     """Parameters of the tower and the projector of a model that sees."""
+    tower_kept: int = 0
+    """The numbers that autograd keeps of them for each token of a picture, if they are trained."""
     gathered: int | None = 0
     """Numbers of a token that ranks gather in all layers, if they divide the model's matrices, and
     so have whole; None if these cannot be divided."""
@@ -213,6 +216,7 @@ def facts_of(config: Any, name: str) -> ModelFacts:
         tower=sum(p.numel() for name, p in model.named_parameters() if part_of(name) != "language")
         if beside
         else 0,
+        tower_kept=kept_of_tower(model) if beside else 0,
         gathered=gathered_numbers(model),
     )
 

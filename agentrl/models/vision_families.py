@@ -1,9 +1,9 @@
-"""The families of models that see: how each writes a picture's placeholders.
+"""The families of models that see: how each writes pictures, and what their tokens stand for.
 
-One table for prompts, engines and trainers. transformers' image processors say by the size of a
-picture what is made of it, so that nothing is decoded where prompts are made; the tokens around
-placeholders are those of the family's own processor, whose classes would make text, tokens and
-pixels at once, and need packages for videos.
+One table for prompts, engines, trainers and plans. transformers' image processors say by the size
+of a picture what is made of it, so that nothing is decoded where prompts are made; the tokens
+around placeholders are those of the family's own processor, whose classes would make text, tokens
+and pixels at once, and need packages for videos.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,14 +69,40 @@ def _tiles_in_rows(files: FamilyFiles) -> Written:
     return written
 
 
-FAMILIES: Mapping[str, Callable[[FamilyFiles], Written]] = {
-    "idefics3": _tiles_in_rows,
-    "internvl": _tiles_in_a_row,
-    "qwen2_5_vl": _merged,
-    "qwen2_vl": _merged,
-    "qwen3_vl": _merged,
-    "smolvlm": _tiles_in_rows,
+def _in_squares(config: Any) -> float:
+    return float(config.vision_config.spatial_merge_size**2)
+
+
+def _in_tiles(config: Any) -> float:
+    height, width = config.vision_config.image_size
+    patch_height, patch_width = config.vision_config.patch_size
+    patches = (height // patch_height) * (width // patch_width)
+    return float(patches / config.image_seq_length)
+
+
+def _by_scale(config: Any) -> float:
+    return float(config.scale_factor**2)
+
+
+@dataclass(frozen=True, slots=True)
+class SeeingFamily:
+    """A family. `written`: how it writes pictures. `patches`: how many patches of the tower a token
+    stands for, by the model's config.
+    """
+
+    written: Callable[[FamilyFiles], Written]
+    patches: Callable[[Any], float]
+
+
+_QWEN, _IDEFICS = SeeingFamily(_merged, _in_squares), SeeingFamily(_tiles_in_rows, _by_scale)
+FAMILIES: Mapping[str, SeeingFamily] = {
+    "idefics3": _IDEFICS,
+    "internvl": SeeingFamily(_tiles_in_a_row, _in_tiles),
+    "qwen2_5_vl": _QWEN,
+    "qwen2_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "smolvlm": _IDEFICS,
 }
 """By `model_type` of their configs."""
 
-__all__ = ["FAMILIES", "FamilyFiles", "Written"]
+__all__ = ["FAMILIES", "FamilyFiles", "SeeingFamily", "Written"]

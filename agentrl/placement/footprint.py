@@ -384,10 +384,12 @@ def activation_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> i
     arXiv:2205.05198, section 4.
     """
     kept = of_rank(facts.kept, facts.layers, facts, layout.mesh)
+    # Any token may be a picture's, and nothing of a tower is computed again.
+    tower = layout.number * facts.tower_kept * tokens if layout.trains_tower else 0
     if layout.recompute == "none":
-        return kept_bytes(kept, layout.precision) * tokens
+        return kept_bytes(kept, layout.precision) * tokens + tower
     products = layout.number * kept.products if layout.recompute == "selective" else 0
-    return _inputs_bytes(facts, layout, tokens) + products * tokens
+    return _inputs_bytes(facts, layout, tokens) + products * tokens + tower
 
 
 def of_rank(kept: Kept, layers: int, facts: ModelFacts, mesh: Mesh) -> Kept:

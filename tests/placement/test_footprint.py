@@ -12,17 +12,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
 
 from agentrl.batch import TrainingSample, collate
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.vllm import VllmEngine
 from agentrl.errors import ConfigError
 from agentrl.models.facts import PUBLISHED, ModelFacts, facts_of, model_facts
+from agentrl.models.vision import Vision
+from agentrl.models.vision_families import FAMILIES as VISION_FAMILIES
 from agentrl.placement.config import Assumptions
 from agentrl.placement.devices import GIB, gpu_named
 from agentrl.placement.footprint import (
@@ -42,6 +50,8 @@ from agentrl.placement.mesh import Mesh
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.trainers import LOSS
+from agentrl.testing.vision_models import create_tiny_vision_model
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trainers.compute.attention import ATTENTION, PIECE, Segments
 from agentrl.trainers.compute.forward import DeviceMicroBatch, compute_logprobs_in, token_logprobs
 from agentrl.trainers.compute.logprobs import Scaling
@@ -553,3 +563,30 @@ def test_a_norm_with_a_bias_is_counted_as_one_without(config: str) -> None:
     norms = 1 if config == "PhiConfig" else 2
     assert facts.largest.norms == norms * 64
     assert facts.parameters > facts.blocks > 0
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_trained_tower_keeps_the_numbers_that_were_counted(family: str, tmp_path: Path) -> None:
+    create_tiny_vision_model(tmp_path / "model", family)  # type: ignore[arg-type]
+    counted = model_facts(tmp_path / "model")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    vision = Vision(model, tmp_path / "model")
+    noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = vision.features(vision.inputs([EncodedImage.of_pixels(noise)]))
+    held = sum(one.untyped_storage().nbytes() for one in kept.values())
+    expected = 4 * counted.tower_kept * len(found.rows_FH)
+    assert 0.9 * held <= expected <= 1.35 * held
+    tokens = 1000
+    frozen = LocalTrainer.Config(device="cpu").layout()
+    trained = LocalTrainer.Config(device="cpu", train_tower=True).layout()
+    more = activation_bytes(counted, trained, tokens) - activation_bytes(counted, frozen, tokens)
+    assert more == trained.number * counted.tower_kept * tokens
