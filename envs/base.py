@@ -316,8 +316,9 @@ ToolEnv._base = ToolEnv
 
 def _shown(step: StepResult, images: Sequence[EncodedImage]) -> StepReply:
     """A step that shows pictures, if there are any."""
-    text, *rest = step
-    return (Observation(text, images), *rest) if images else step
+    text, reward, terminated, truncated, info = step
+    seen = Observation(text, images) if images else text
+    return seen, reward, terminated, truncated, info
 
 
 async def _now(value: Any) -> Any:

@@ -45,7 +45,9 @@ async def reset(env: PythonTool, seed: int, **options: Any) -> str:
 async def step(env: PythonTool, action: str) -> StepResult:
     result = env.step(action)
     assert not isinstance(result, tuple)
-    return await result
+    observation, reward, terminated, truncated, info = await result
+    assert isinstance(observation, str)
+    return observation, reward, terminated, truncated, info
 
 
 async def python(env: PythonTool, code: str) -> str:

@@ -70,7 +70,9 @@ def test_programs_of_a_level_differ_and_shown_calls_are_not_those_of_the_judge()
 async def step(env: Repair, name: str, **arguments: Any) -> StepResult:
     result = env.step(ToolCall(name, arguments).render())
     assert not isinstance(result, tuple)
-    return await result
+    observation, reward, terminated, truncated, info = await result
+    assert isinstance(observation, str)
+    return observation, reward, terminated, truncated, info
 
 
 async def earned(options: dict[str, Any], attempts: list[str], seed: int = 1) -> list[float]:

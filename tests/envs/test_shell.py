@@ -48,7 +48,9 @@ async def reset(env: Shell, **options: Any) -> str:
 async def step(env: Shell, name: str, **arguments: Any) -> StepResult:
     result = env.step(ToolCall(name, arguments).render())
     assert not isinstance(result, tuple)
-    return await result
+    observation, reward, terminated, truncated, info = await result
+    assert isinstance(observation, str)
+    return observation, reward, terminated, truncated, info
 
 
 async def told(env: Shell, name: str, **arguments: Any) -> str:

@@ -364,8 +364,8 @@ def test_a_large_picture_is_read_beside_the_event_loop(renderer: TemplateRendere
 
     async def play(assignment: Any) -> float:
         async with talk(assignment) as client:
-            wire = DIALECTS[0]
-            body = wire.body([wire.user([*map(wire.part, ["U", ("image/png", large)])])])
+            wire, parts = DIALECTS[0], ("U", ("image/png", large))
+            body = wire.body([wire.user([wire.part(part) for part in parts])])
             assert (await client.post(wire.path, json=body)).status_code == 200
         return 1.0
 

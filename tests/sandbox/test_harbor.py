@@ -13,7 +13,7 @@ import pytest
 from agentrl import plugins
 from agentrl.envs.harbor import Harbor
 from agentrl.errors import ConfigError, PluginError
-from agentrl.protocols import SandboxOffers, StepResult
+from agentrl.protocols import SandboxOffers, StepReply
 from agentrl.sandbox.harbor.check import TaskCheck, check_task
 from agentrl.sandbox.harbor.task import lacking, read_task, resolved, task_folders
 from agentrl.sandbox.harbor.task_file import read_task_file
@@ -208,7 +208,7 @@ def test_the_examples_are_sound_in_containers(docker_host: str) -> None:
     assert [(one.why, one.solution, one.nothing) for one in found] == [("", 1.0, 0.0)] * 12
 
 
-async def played(commands: list[str], **options: Any) -> list[StepResult]:
+async def played(commands: list[str], **options: Any) -> list[StepReply]:
     """The steps of an episode of these commands and a submit."""
     env = plugins.load("envs", f"harbor:{EXAMPLES}")()
     assert isinstance(env, Harbor)
@@ -233,8 +233,8 @@ def test_an_agent_does_a_task_of_harbor_and_cannot_forge_the_verdict_of_another_
     answered = ["pwd; ls /tests/ /solution/", f"echo {word} > /app/hello.txt"]
     for verifier in ("task", "fresh"):
         shown, _, last = asyncio.run(played(answered, task="01-hello", verifier=verifier))
-        assert "/app\n" in shown[0]
-        assert "cannot access '/tests/'" in shown[0]
+        assert "/app\n" in str(shown[0])
+        assert "cannot access '/tests/'" in str(shown[0])
         assert last[1:3] == (1.0, True)
         assert last[4]["success"]
     for task in ("01-hello", "03-sum-column"):
