@@ -37,6 +37,7 @@ from agentrl.envs.foreign import silence_output
 from agentrl.envs.spaces_pictures import holds_pictures, rendered, shown_of, without_pictures
 from agentrl.envs.spaces_text import ActionReader, action_reader, check_readable, format_observation
 from agentrl.errors import ConfigError, EnvError, PluginError
+from agentrl.package.distribution import install_command
 from agentrl.protocols import Env, Observation, OwnerOnly, StepReply
 from agentrl.settings.base import Settings
 

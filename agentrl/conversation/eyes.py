@@ -19,6 +19,8 @@ import numpy as np
 
 from agentrl.errors import ConfigError, ImagesRefusedError
 from agentrl.models.vision_families import FAMILIES, FamilyFiles
+from agentrl.tokens.arrays import IntArray
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.tokens.placed_images import PlacedImage
 
 

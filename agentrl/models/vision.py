@@ -20,6 +20,8 @@ import numpy as np
 from agentrl.errors import ConfigError
 from agentrl.models.optional_fields import optional_field
 from agentrl.models.vision_families import FAMILIES
+from agentrl.tokens.arrays import IntArray
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.tokens.placed_images import PlacedImage
 
 if TYPE_CHECKING:

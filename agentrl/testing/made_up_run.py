@@ -17,6 +17,8 @@ from agentrl.ledger.ledger import Ledger
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
 from agentrl.observe.trajectories import write_trajectories
+from agentrl.tokens.arrays import floats, ints
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.tokens.placed_images import PlacedImage
 from agentrl.trajectory import (
     BranchPoint,

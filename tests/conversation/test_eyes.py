@@ -20,6 +20,8 @@ from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ImagesRefusedError
 from agentrl.models.vision_families import FAMILIES
 from agentrl.testing.vision_models import VisionFamily, create_tiny_vision_model
+from agentrl.tokens.arrays import floats, ints
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.tokens.placed_images import shifted
 from agentrl.trajectory import Completion, Message
 
