@@ -6,6 +6,7 @@ notes       the section of the changelog, what breaks first
 """
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -74,6 +75,8 @@ def problems() -> Iterator[str]:
         yield f"CITATION.cff has another version than {now}"
     if "unreleased" in section(now)[0]:
         yield f"CHANGELOG.md calls {now} unreleased: write its date, ## {now} (YYYY-MM-DD)"
+    if now not in json.loads((ROOT / "benchmarks/releases.json").read_text()):
+        yield f"there are no figures of {now}: python benchmarks/releases.py"
     if _git("status", "--porcelain", "--untracked-files=no"):
         yield "files are changed and not committed"
     if f"v{now}" not in _git("tag", "--points-at", "HEAD").split():

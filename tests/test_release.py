@@ -40,6 +40,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "agentrl" / "__init__.py").write_text('"""It."""\n\n__version__ = "1.2.0"\n')
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
     (tmp_path / "CITATION.cff").write_text("title: it\nversion: 1.2.0\n")
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "releases.json").write_text('{"1.2.0": {}}')
     monkeypatch.setattr(release, "ROOT", tmp_path)
     monkeypatch.setattr(release, "_git", lambda *asked: "v1.2.0" if asked[0] == "tag" else "")
     return tmp_path
@@ -56,7 +58,9 @@ def test_what_is_left_to_do_is_named(repository: Path, monkeypatch: pytest.Monke
     (repository / "CITATION.cff").write_text("title: it\nversion: 1.1.0\n")
     (repository / "CHANGELOG.md").write_text(CHANGELOG.replace("2026-12-01", "unreleased"))
     monkeypatch.setattr(release, "_git", lambda *asked: "" if asked[0] == "tag" else " M a.py")
-    citation, changelog, changed, tag = release.problems()
+    (repository / "benchmarks" / "releases.json").write_text('{"1.1.0": {}}')
+    citation, changelog, figures, changed, tag = release.problems()
+    assert "there are no figures of 1.2.0" in figures
     assert "CITATION.cff has another version than 1.2.0" in citation
     assert "## 1.2.0 (YYYY-MM-DD)" in changelog
     assert "not committed" in changed
