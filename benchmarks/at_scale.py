@@ -269,7 +269,7 @@ def calibrate(console: Console) -> None:
         create_tiny_model(folder / "model")
         renderer = TemplateRenderer.of_model(folder / "model")
         for what, point in POINTS.items():
-            # Each time anew: a busy machine also computes more slowly, by its caches.
+            # Again for each run: a busy machine also computes more slowly, by its caches.
             cpu = measure_cpu(renderer, folder)
             console.print(
                 f"CPU-ms: {1000 * cpu.turn_seconds:.3f} a turn,"
