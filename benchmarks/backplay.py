@@ -52,7 +52,7 @@ def recorded(seed: int) -> Path:
 def trained(arm: str, seed: int) -> Path:
     """The folder of a run that has ended; it is trained, if it has not been."""
     steps = STEPS[arm]
-    # The tasks of a suite are the same for both: rooms that nobody trains on, from their start.
+    # The tasks of a suite are the same for both: rooms that are not trained on, from their start.
     suite = f"{{name: start, tasks: 200, every: {steps // 4}}}"
     settings = [
         f"steps={steps}",

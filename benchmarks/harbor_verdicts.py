@@ -144,7 +144,7 @@ class HarborRoot:
         return done.stdout
 
     def _inside(self, *words: str, shared: Sequence[Path] = ()) -> list[str]:
-        """A command line in there. Its mounts are nobody else's, and end with it."""
+        """A command line in there. No other process sees its mounts, which end with it."""
         lines = ["set -e", f"mount -t proc proc {self.folder}/proc"]
         for path in shared:
             there = self.folder / path.relative_to("/")

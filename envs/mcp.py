@@ -18,13 +18,10 @@ tools to the server's:
 
 The environment reads these keys of a tool result's structured content: `reward` (a number),
 `terminated`, `truncated`, `success`. The model reads the text of the result, and with the option
-`pictures` sees its pictures. Each episode has its
-own session and so, with `stdio`, its own process.
+`pictures` sees its pictures. Each episode has its own session, and with `stdio` its own process.
 """
 
 import asyncio
-import base64
-import binascii
 import inspect
 import logging
 import math
@@ -179,8 +176,8 @@ class McpEnv(McpToolEnv):
         hidden: tuple[str, ...] = Field(default=())
         """Tools that the model is not shown."""
         pictures: bool = False
-        """Whether pictures in results are shown to the model, which must be able to see; else a
-        placeholder in the text stands for each."""
+        """Show the pictures in results to the model, which must be able to see; else a placeholder
+        in the text stands for each."""
 
         @property
         def shows_images(self) -> bool:
@@ -461,12 +458,9 @@ def _picture(where: str, block: Any) -> EncodedImage:
         EnvError: it is none that is taken, or another than the server says.
     """
     try:
-        image = EncodedImage(base64.b64decode(block.data, validate=True))
-    except (ImageError, binascii.Error, ValueError) as error:
+        return EncodedImage.from_base64(block.data, block.mime_type)
+    except ImageError as error:
         raise EnvError(f"{where} is not taken: {error}") from error
-    if block.mime_type not in (f"image/{image.format}", "image/jpg" * (image.format == "jpeg")):
-        raise EnvError(f"{where} is a {image.format.upper()} file, and not {block.mime_type!r:.80}")
-    return image
 
 
 def _number(server: str, value: Any) -> float:

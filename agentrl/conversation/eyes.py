@@ -2,10 +2,9 @@
 
 A chat template writes one placeholder for each picture. The family's processor puts as many there
 as the picture has rows of features, in some families with marks around and between them, and those
-are the tokens of the prompt. The text of others
-holds no placeholder, since it is guarded like all control tokens
-(`agentrl.conversation.control_tokens`), so those of a rendered text are the pictures of its
-messages, in order.
+are the tokens of the prompt. The text of others holds no placeholder, since it is guarded like all
+control tokens (`agentrl.conversation.control_tokens`), so those of a rendered text are the pictures
+of its messages, in order.
 """
 
 import json

@@ -41,7 +41,7 @@ class CodingAgent:
     ends: tuple[int, ...] = (0,)
     """The exit statuses with which it has ended by itself. With another one it has failed."""
     file_sockets: bool = False
-    """Whether it needs sockets of files, as it does to run commands in terminals of tmux."""
+    """It needs sockets of files, for example to run commands in terminals of tmux."""
 
     def command(self, model: str, contained: bool = False) -> str:
         """The command that plays it, for a policy of this name. `contained`: it will be able to

@@ -5,8 +5,6 @@ media type. What is said of a picture must be true of its bytes. In a message, p
 the text, as in what environments show, wherever the program has put them.
 """
 
-import base64
-import binascii
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +13,11 @@ from typing import Any
 from agentrl.errors import ImageError
 from agentrl.gateway.refusal import CallRefusedError, unsupported
 from agentrl.hosting.observations import MOST_IMAGES
-from agentrl.tokens.encoded_image import EncodedImage
+from agentrl.tokens.encoded_image import MEDIA_TYPES, EncodedImage
 
 PartReader = Callable[[Mapping[str, Any], str], EncodedImage]
 """Reads a part of a message that is a picture. The text says where it stands, for messages."""
 
-_FORMATS = {"image/png": "png", "image/jpeg": "jpeg", "image/jpg": "jpeg"}
 _DATA = re.compile(r"data:(?P<type>[\w/+.-]*)(?P<more>[^,]*),", re.IGNORECASE)
 _WAY_OUT = (
     "pictures are never fetched: send the bytes of a PNG or JPEG file in base64, as"
@@ -83,18 +80,12 @@ def read_base64(data: Any, media_type: Any, where: str) -> EncodedImage:
     Raises:
         CallRefusedError: they are no picture that is taken, or another than is said.
     """
-    named = _FORMATS.get(str(media_type).lower())
-    if named is None:
+    if str(media_type).lower() not in MEDIA_TYPES:
         raise unsupported(f"{where} of type {media_type!r:.80}", "write image/png or image/jpeg")
     try:
-        image = EncodedImage(base64.b64decode(data, validate=True))
-    except (binascii.Error, TypeError, ValueError) as error:
-        raise _refused(f"{where} is no base64 ({error})") from error
+        return EncodedImage.from_base64(data, media_type)
     except ImageError as error:
         raise _refused(f"{where}: {error}") from error
-    if image.format != named:
-        raise _refused(f"{where} is a {image.format.upper()} file, and not {media_type}: say so")
-    return image
 
 
 def _refused(detail: str) -> CallRefusedError:

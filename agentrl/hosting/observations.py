@@ -7,7 +7,6 @@ is played, `images_taken` takes them out again, and looks at what came.
 """
 
 import base64
-import binascii
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,11 +67,6 @@ def images_taken(
 
 def _read(where: str, written: Any) -> EncodedImage:
     try:
-        return EncodedImage(base64.b64decode(written, validate=True))
-    except (binascii.Error, TypeError, ValueError) as error:
-        raise EnvError(
-            f"{where} is no base64 ({written!r:.80}), and pictures are never fetched: send the"
-            " bytes of a PNG or JPEG file"
-        ) from error
+        return EncodedImage.from_base64(written)
     except ImageError as error:
         raise EnvError(f"{where}: {error}") from error

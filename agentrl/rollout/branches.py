@@ -99,7 +99,8 @@ def chances(spreads: Mapping[int, float], turns: Sequence[int], end: int) -> lis
     equal, total = 1 / len(turns), sum(decided)
     if total <= 0:
         return [equal] * len(turns)
-    return [(1 - EXPLORED) * one / total + EXPLORED * equal for one in decided]
+    # The share first: a product of the smallest floats would round it up.
+    return [(1 - EXPLORED) * (one / total) + EXPLORED * equal for one in decided]
 
 
 def _drawn(turns: Sequence[int], chances: Sequence[float], count: int, rng: Random) -> list[int]:

@@ -9,8 +9,8 @@ from agentrl.flow import now
 class Cores:
     """Cores that compute pieces of work in order of arrival, each one piece at a time.
 
-    A piece whose caller has left is computed to its end, as by an event loop or an environment that
-    nobody interrupts.
+    A piece whose caller has left is computed to its end: event loops and environments are not
+    interrupted.
     """
 
     def __init__(self, count: int) -> None:

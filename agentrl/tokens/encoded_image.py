@@ -4,6 +4,7 @@ Pictures come from environments, data and agents, so their bytes may be anything
 `EncodedImage` are known to decode, to what size, and in little memory.
 """
 
+import base64
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,12 @@ MOST_PIXELS = 1 << 24
 """The most pixels: 4096 x 4096."""
 SUFFIXES: dict[str, ImageFormat] = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg"}
 """The endings of the names of files, in small letters, with the format of each."""
+MEDIA_TYPES: dict[str, ImageFormat] = {
+    "image/png": "png",
+    "image/jpeg": "jpeg",
+    "image/jpg": "jpeg",
+}
+"""The media types that protocols write, with the format of each."""
 _MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 """Pillow's names of the colours that are taken."""
 _OTHERS = {
@@ -131,6 +138,26 @@ class EncodedImage:
         image = cls(data)
         if image.format != named:
             raise ImageError(f"{path.name} is a {image.format.upper()} file: rename it")
+        return image
+
+    @classmethod
+    def from_base64(cls, text: Any, media_type: str | None = None) -> Self:
+        """The picture whose bytes are written in base64. `media_type`: what it is said to be, if
+        anything is.
+
+        Raises:
+            ImageError: it is none, or not what it is said to be.
+        """
+        try:
+            data = base64.b64decode(text, validate=True)
+        except (TypeError, ValueError) as error:
+            raise ImageError(
+                f"{text!r:.80} is no base64, and pictures are never fetched: send the bytes of a"
+                " PNG or JPEG file"
+            ) from error
+        image = cls(data)
+        if media_type is not None and MEDIA_TYPES.get(media_type.lower()) != image.format:
+            raise ImageError(f"it is a {image.format.upper()} file, and not {media_type!r:.80}")
         return image
 
     @property

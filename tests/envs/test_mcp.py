@@ -409,6 +409,7 @@ def test_pictures_of_results_are_shown_if_the_options_say_so(folder):
         (coded(png_of_size(60_000, 60_000)), "60,000 x 60,000 pixels"),
         (coded(b"<svg onload='alert(1)'/>"), "a SVG file"),
         (coded(PNG, "image/jpeg"), "is a PNG file, and not 'image/jpeg'"),
+        (coded(PNG, ""), "is a PNG file, and not ''"),
         ({"data": "%%%%"}, "a picture of do is not taken"),
     ],
 )

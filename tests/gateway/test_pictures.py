@@ -261,7 +261,7 @@ HOSTILE: dict[str, tuple[list[Part], str]] = {
     "a script": ([("image/png", b"<svg onload='alert(1)'/>")], "a SVG file"),
     "another type": ([("image/svg+xml", b"<svg/>")], "image/png"),
     "CMYK": ([("image/jpeg", CMYK)], "CMYK"),
-    "named wrongly": ([("image/png", JPEG)], "is a JPEG file, and not image/png"),
+    "named wrongly": ([("image/png", JPEG)], "is a JPEG file, and not 'image/png'"),
     "a bomb": ([("image/png", BOMB)], "60,000 x 60,000 pixels"),
     "too many": (png(SMALL) * (MOST_IMAGES + 1), f"{MOST_IMAGES} are the most"),
     "beyond the context": (png(SMALL) * 60, "context holds 200"),

@@ -159,10 +159,10 @@ def test_a_model_that_reads_text_alone_is_shown_no_less_but_fails(tmp_path: Path
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        ("https://example.org/a.png", "E: picture 0 is no base64 .*never fetched"),
+        ("https://example.org/a.png", "E: picture 0: .* is no base64, .*never fetched"),
         (base64.b64encode(b"GIF89a").decode(), "E: picture 0: the bytes are a GIF file"),
         (base64.b64encode(b"\x89PNG\r\n\x1a\n").decode(), "E: picture 0: the PNG is cut off"),
-        (7, "E: picture 0 is no base64"),
+        (7, "E: picture 0: 7 is no base64"),
     ],
 )
 def test_what_a_server_sends_is_looked_at(written: Any, said: str) -> None:

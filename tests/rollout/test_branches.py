@@ -6,7 +6,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentrl.algorithms.grpo import Grpo
@@ -205,6 +205,7 @@ def test_turns_of_which_nothing_is_known_are_equally_probable(spreads):
     turns=st.integers(2, 9),
     end=st.integers(1, 12),
 )
+@example(spreads={1: 5e-324}, turns=2, end=2)
 def test_every_turn_can_be_chosen_whatever_earlier_trees_have_shown(spreads, turns, end):
     found = chances(spreads, range(1, turns), end)
     assert sum(found) == pytest.approx(1)
