@@ -242,7 +242,8 @@ def _differences(checkpoint: Path, written: Mapping[str, str]) -> Iterator[str]:
 def _write_checksums(checkpoint: Path) -> None:
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     checksums = {path.relative_to(checkpoint).as_posix(): _checksum(path) for path in files}
-    (checkpoint / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n")
+    # Without a newline at its end, no cut leaves JSON that can be read.
+    (checkpoint / CHECKSUMS).write_text(json.dumps(checksums, indent=2))
 
 
 def _checksum(path: Path) -> str:

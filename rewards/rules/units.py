@@ -141,7 +141,7 @@ def unit_of(text: str) -> Unit:
     money = _MONEY.search(text[: found.start()])
     # A pair of dollars is LaTeX.
     if not unit and money and text.count("$") % 2 == int("$" in money[0]):
-        return {_UNITS[money[0].strip(" -")]: 1}
+        return {_UNITS[money[0][0]]: 1}
     return unit
 
 

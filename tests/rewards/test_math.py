@@ -3,7 +3,7 @@ each.
 """
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError
@@ -556,6 +556,7 @@ FRAGMENTS = r"""
     st.lists(st.sampled_from([" ", "\n", *FRAGMENTS.split()]), max_size=12).map("".join)
     | st.text(max_size=40)
 )
+@example("$\n7")
 def test_no_text_is_beyond_the_readers(text):
     final_answer(text, several=False)
     assert units_differ(text, text) is False

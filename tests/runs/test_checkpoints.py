@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentrl.config import load_config
@@ -156,6 +156,7 @@ def flip(path: Path, at: int = 0, size: int = 1) -> None:
     at=st.integers(0, 10**6),
     way=st.sampled_from(["flip", "cut", "gone"]),
 )
+@example(name=CHECKSUMS, at=-1, way="cut")
 def test_a_file_that_differs_by_one_byte_or_is_gone_is_damage(name: str, at: int, way: str) -> None:
     with TemporaryDirectory() as folder:
         saved = save(Checkpoints(Path(folder)), 1)
