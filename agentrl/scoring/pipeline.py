@@ -18,7 +18,7 @@ from agentrl.flow import Flow, Retries, deadline, span
 from agentrl.protocols.metrics import Metrics, merge_metrics
 from agentrl.protocols.reward import GroupReward, Reward, RewardOffers
 from agentrl.scoring.part import RewardPart
-from agentrl.scoring.returned import finite, own_metrics, turn_rewards
+from agentrl.scoring.returned import finite_all, own_metrics, turn_rewards
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.tokens.arrays import settled
 from agentrl.trajectory import Failed, Score, Scored, Trajectory, Unscored
@@ -259,7 +259,7 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
         scale = max(scale, abs(part.weight * score.value))
         weighted = [part.weight * earned for earned in score.turns]
         # Parts may reward fewer turns than others; the last turn gets their rest later.
-        turns = tuple(sum(pair) for pair in zip_longest(turns, weighted, fillvalue=0.0))
+        turns = tuple(a + b for a, b in zip_longest(turns, weighted, fillvalue=0.0))
         named[part.name] = score.value
         for key, inner in score.parts.items():
             if key != part.name:
@@ -268,8 +268,7 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
             explanations[f"{part.name}/{key}" if key else part.name] = text
     # Finite parts may still add up to infinity.
     try:
-        for term in (value, *turns):
-            finite(term, "the weighted sum of its parts is")
+        finite_all((value, *turns), "the weighted sum of its parts is")
     except RewardError as error:
         return Score.failed(f"{', '.join(part.name for part in parts)}: {error}")
     known = [verdict for verdict in verdicts if verdict is not None]

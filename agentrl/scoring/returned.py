@@ -9,6 +9,8 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from agentrl.errors import ScoreError
 from agentrl.settings.base import LARGEST
 from agentrl.tokens.arrays import dimensions_of
@@ -84,7 +86,10 @@ def turn_rewards(returned: Any) -> tuple[float, ...]:
             f"the reward returned {_describe_value(returned)} for its turns; return a tuple of "
             "numbers"
         )
-    return tuple(finite(_number(one, "the reward returned for a turn")) for one in listed)
+    # The environment's own are plain floats, and many: they are read as an array.
+    if all(type(one) is float for one in listed):
+        return finite_all(listed)
+    return finite_all([_number(one, "the reward returned for a turn") for one in listed])
 
 
 def own_metrics(returned: Any) -> dict[str, float]:
@@ -153,6 +158,18 @@ def finite(value: float, what: str = "the reward returned", where: str = "") -> 
             f" at most {LARGEST:g}"
         )
     return value
+
+
+def finite_all(values: Sequence[float], what: str = "the reward returned") -> tuple[float, ...]:
+    """Numbers that can be learned from.
+
+    Raises:
+        ScoreError: as `finite`, of the first that is not finite, or too large.
+    """
+    if not np.all(np.abs(np.asarray(values)) <= LARGEST):  # nor is NaN
+        for value in values:
+            finite(value, what)
+    return tuple(values)
 
 
 def _texts_to(returned: Any, what: str) -> Mapping[str, Any]:
