@@ -8,6 +8,7 @@ from agentrl.flow.event_log import EventLog
 from agentrl.flow.flow import Flow
 from agentrl.flow.pausable_clock import PausableClock
 from agentrl.flow.periodic import PeriodicThread
+from agentrl.flow.proof import has_played, note_played
 from agentrl.flow.retries import Retries
 from agentrl.flow.spans import Span, SpanLog, record_spans, span
 from agentrl.flow.steady_loop import (
@@ -47,7 +48,9 @@ __all__ = [
     "elapsed",
     "expect_long_callback",
     "freeze_gc",
+    "has_played",
     "loop_metrics",
+    "note_played",
     "now",
     "pause_deadlines",
     "record_spans",

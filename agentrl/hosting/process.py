@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from agentrl.errors import EnvError
+from agentrl.flow import has_played, note_played
 from agentrl.hosting.call_thread import CallThread
 from agentrl.hosting.host import EXPLAINED, call_env, log_failure
 from agentrl.hosting.lethal_requests import LethalRequests
@@ -32,9 +33,12 @@ class ProcessHost:
     async def reset(self, seconds: float, *, seed: int, options: Mapping[str, Any]) -> Any:
         """The reply of `Env.reset`, within `seconds`."""
         begin = partial(self._env.reset, seed=seed, options=options)
-        return await self._requests.reset(
+        self._env.has_played = has_played()
+        reply = await self._requests.reset(
             seed, options, partial(self._call, "reset", seconds, begin)
         )
+        note_played()
+        return reply
 
     async def step(self, phase: str, seconds: float, action: str) -> Any:
         """The reply of `Env.step`, within `seconds`."""
@@ -52,6 +56,7 @@ class ProcessHost:
 
     async def restore(self, seconds: float, state: bytes) -> None:
         """Call `Env.restore`, within `seconds`."""
+        self._env.has_played = has_played()
         await self._call("restore", seconds, partial(self._env.restore, state))
 
     async def close(self, seconds: float) -> None:

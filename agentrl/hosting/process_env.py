@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
-from agentrl.errors import ConfigError, EnvError, EnvProcessDiedError
+from agentrl.errors import ConfigError, EnvError, EnvProcessDiedError, OutageError
 from agentrl.hosting.worker_handle import WorkerHandle
 from agentrl.hosting.wrappers import inner_name
 from agentrl.protocols.env import ResetResult, ScriptedPlayer, StepResult
@@ -33,7 +33,7 @@ class ProcessEnv:
 
     Raises `EnvError` if the environment raises or the process dies; its text has the signal or exit
     status and the last lines of output. Raises `ConfigError` for an unknown address or wrong
-    options.
+    options, and `OutageError` if the environment does.
     """
 
     isolation = "thread"
@@ -52,6 +52,8 @@ class ProcessEnv:
         """The infos have the calls that the environment made; known when a worker starts."""
         self.system_prompt = ""
         self.tools: Sequence[Mapping[str, Any]] = ()
+        self.has_played = False
+        """The run has played an episode: what is missing now is only away (`has_played`)."""
         self.restorable = False
         """The environment can tell its states and go back to them; known after `reset`."""
         self._worker: WorkerHandle | None = None
@@ -138,7 +140,11 @@ class ProcessEnv:
 
     @property
     def _extras(self) -> dict[str, bool]:
-        return {"pictures": self.pictures, "records_calls": self.records_calls}
+        return {
+            "pictures": self.pictures,
+            "records_calls": self.records_calls,
+            "has_played": self.has_played,
+        }
 
     def _note_episode(self, answer: Mapping[str, Any]) -> None:
         self.system_prompt, self.tools = str(answer["system_prompt"]), tuple(answer["tools"])
@@ -173,8 +179,10 @@ class ProcessEnv:
                 raise EnvProcessDiedError(f"{said} {how}{output}") from error
             raise EnvError(f"{said} its answer cannot be read: {error!r}{output}") from error
         if "error" in answer:
-            if answer.get("config"):
+            if answer["kind"] == "config":
                 raise ConfigError(str(answer["error"]))
+            if answer["kind"] == "outage":
+                raise OutageError(str(answer["error"]))
             raise EnvError(f"{self.name}.{call} raised {answer['error']}{worker.last_output()}")
         return answer
 

@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from agentrl import plugins
-from agentrl.errors import ConfigError, describe
+from agentrl.errors import ConfigError, OutageError, describe
+from agentrl.flow import note_played
 from agentrl.hosting.calls import recorded
 from agentrl.hosting.observations import as_result
 from agentrl.hosting.pictures import pictured
@@ -58,6 +59,8 @@ class _Hosted:
         """The result of a call, or its error, as JSON."""
         call = request.pop("call")
         try:
+            if request.pop("has_played", False):
+                runner.get_loop().call_soon(note_played)
             result = self._call(call, request)
             if inspect.isawaitable(result):
                 result = runner.run(_awaited(result))
@@ -73,9 +76,9 @@ class _Hosted:
                 answer["tools"] = list(tools_of(self._env))
             return json.dumps(answer, default=_plain).encode()
         except (Exception, asyncio.CancelledError) as error:
-            config = isinstance(error, ConfigError)
-            text = str(error) if config else describe(error)
-            return json.dumps({"error": text, "config": config}).encode()
+            kind = _kind_of(error)
+            text = str(error) if kind else describe(error)
+            return json.dumps({"error": text, "kind": kind}).encode()
         except SystemExit as leaving:
             print(describe(leaving), file=sys.stderr)  # the driver quotes it beside the exit status
             raise
@@ -110,6 +113,13 @@ class _Hosted:
         rng = random.Random()
         rng.setstate((version, tuple(internal), gauss))
         return player(unwrapped_env(env), rng)
+
+
+def _kind_of(error: BaseException) -> str:
+    """What the driver raises, if not a plain `EnvError`."""
+    if isinstance(error, OutageError):
+        return "outage"
+    return "config" if isinstance(error, ConfigError) else ""
 
 
 async def _awaited(awaitable: Any) -> Any:

@@ -22,7 +22,7 @@ from agentrl.cluster.supervised import RESTARTS, Supervised, start_deadline
 from agentrl.cluster.worker_registry import WorkerCount, register_workers
 from agentrl.cluster.workers import PLACE_SECONDS, Forked, StartWorker, Worker
 from agentrl.errors import WorkerDiedError
-from agentrl.flow import Flow, now, waiting_for
+from agentrl.flow import Flow, note_played, now, waiting_for
 from agentrl.hosting.client_options import ClientOptions
 from agentrl.protocols.env import Env, Isolation, ResetResult
 from agentrl.remote.choice import UnreachableError
@@ -86,7 +86,9 @@ class EnvWorker:
             isolation=isolation,
             options=options,
             pictures=pictures,
+            on_start=self._take_loop,
         )
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._server.run, name="env-server", daemon=True)
         self._listening = threading.Event()
 
@@ -104,6 +106,14 @@ class EnvWorker:
                 raise RuntimeError("the environment server did not start")
             self._listening.wait(0.01)
         return self._server.url
+
+    def _take_loop(self, url: str) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def note_played(self) -> None:
+        """Note that the run has played episodes, on other workers perhaps."""
+        assert self._loop is not None, "it has been opened"
+        self._loop.call_soon_threadsafe(note_played)
 
     def serves(self, seconds: float) -> bool:
         """True if the server goes on for this time."""
@@ -217,6 +227,9 @@ class _Pool:
         self._urls: dict[int, str] = {}
         self._one_lives = asyncio.Event()
         self._worked = False
+        """A worker has been able to serve: one that dies now is replaced."""
+        self._has_begun = False
+        """An episode has begun."""
         self._suspicion = suspicion()
 
     def worker_count(self) -> WorkerCount:
@@ -230,7 +243,7 @@ class _Pool:
         """Record that an episode has begun on a worker: its later death is not due to how it was
         started.
         """
-        self._worked = True
+        self._worked = self._has_begun = True
         for rank, address in self._urls.items():
             if address == url:
                 self._supervised[rank].progress()
@@ -266,18 +279,28 @@ class _Pool:
 
     async def _serve(self, worker: Worker, rank: int) -> None:
         async with start_deadline(f"the server of env {rank}", PLACE_SECONDS):
-            self._urls[rank] = await worker.call("open")
+            url = await worker.call("open")
+            knows = await self._tell(worker)
+        self._urls[rank] = url
         self._one_lives.set()
         self._worked |= self._endless
         try:
             while await worker.call("serves", _LOOK_SECONDS):
-                pass
+                knows = knows or await self._tell(worker)
             raise WorkerDiedError("env", rank, "its server ended")
         finally:
             # A machine that vanished does not close its connections.
             end_link(self._urls.pop(rank), self._token)
             if not self._urls:
                 self._one_lives.clear()
+
+    async def _tell(self, worker: Worker) -> bool:
+        """Tell a worker that an episode has begun, if one has: what cannot be opened from now on is
+        away for a while, and not wrong.
+        """
+        if self._has_begun:
+            await worker.call("note_played")
+        return self._has_begun
 
 
 def _give_up(rank: int, error: WorkerDiedError, reason: str) -> WorkerDiedError:

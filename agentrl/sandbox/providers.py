@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
 from agentrl.errors import ConfigError, SandboxOutageError
+from agentrl.flow import has_played
 from agentrl.plugins import load, settings_of
 from agentrl.protocols import SandboxProvider
 from agentrl.sandbox.sandbox_pool import SandboxPool
@@ -28,7 +29,6 @@ class _Entry:
 
 # By event loop, since the providers belong to theirs.
 _entries: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Choice, _Entry]] = WeakKeyDictionary()
-_expecting: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
 def read_choice(choice: Mapping[str, Any]) -> _Choice:
@@ -60,21 +60,14 @@ async def open_provider(choice: Mapping[str, Any]) -> SandboxProvider:
     return provider
 
 
-def expect_providers() -> None:
-    """Take a provider that cannot be opened in the running event loop for one that is away: other
-    processes of the run have played with it, so its settings are right.
-    """
-    _expecting.add(asyncio.get_running_loop())
-
-
 async def borrow_provider(choice: Mapping[str, Any]) -> SandboxProvider:
     """The running event loop's provider for this choice, opened at the first call. Each call needs
     a `give_back_provider`.
 
     Raises:
         ConfigError: as `open_provider`.
-        SandboxOutageError: it has been open before, here or elsewhere in the run
-        (`expect_providers`), and cannot be opened again now.
+        SandboxOutageError: it has been open before, here or elsewhere in the run (`has_played`),
+            and cannot be opened again now.
     """
     loop = asyncio.get_running_loop()
     entries = _entries.setdefault(loop, {})
@@ -84,7 +77,7 @@ async def borrow_provider(choice: Mapping[str, Any]) -> SandboxProvider:
             try:
                 entry.pool = SandboxPool(await open_provider(choice))
             except ConfigError as error:
-                if not entry.has_opened and loop not in _expecting:
+                if not entry.has_opened and not has_played():
                     raise
                 # Its settings are right, then, and what it needs is away for a while.
                 raise SandboxOutageError(str(error)) from error

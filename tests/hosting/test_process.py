@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from agentrl.config import load_config
-from agentrl.errors import ConfigError, DeadlineError, EnvError, LethalTaskError
+from agentrl.errors import ConfigError, DeadlineError, EnvError, LethalTaskError, OutageError
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
 from agentrl.hosting.live_env import LiveEnv
@@ -110,6 +110,35 @@ async def left_behind(folder: Path) -> list[str]:
             break
         await asyncio.sleep(0.01)
     return found
+
+
+def test_sandboxes_that_are_away_are_waited_for_once_an_episode_was_played(
+    odd_env: Path,
+) -> None:
+    engine = odd_env / "engine"
+    name = "tests.sandbox.away:Docked"
+    envs = EnvPool({name: lambda: ProcessEnv(name)}, EnvDeadlines())
+
+    async def played() -> None:
+        env = envs.acquire(name)
+        try:
+            await env.reset(0, {"file": str(engine)})
+        finally:
+            await envs.release(name, env)
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="could not reach the engine"):
+            await played()
+        engine.touch()
+        await played()
+        engine.unlink()
+        with pytest.raises(OutageError, match="could not reach the engine"):
+            await played()
+        engine.touch()
+        await played()
+        await envs.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("how", ["sleep", "regex"])

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from agentrl.cluster.processes import ProcessWorker
 from agentrl.cluster.ray_actors import RayWorkers
 from agentrl.cluster.worker_registry import WorkerCount, registered_workers
 from agentrl.cluster.workers import StartWorker, Worker
-from agentrl.errors import ConfigError, EnvError, LethalTaskError, WorkerDiedError
+from agentrl.errors import ConfigError, EnvError, LethalTaskError, OutageError, WorkerDiedError
 from agentrl.flow import Flow, run_virtual
 from agentrl.protocols import Env, ResetResult, StepResult
 from agentrl.remote.choice import UnreachableError
@@ -22,6 +23,7 @@ from agentrl.remote.env_worker import EnvWorker, _Pool, env_workers
 from agentrl.remote.sessions import ServerLimits
 from tests.cluster.shared_ray import join_shared_ray
 from tests.processes import PATIENCE_SECONDS, hit, still_alive, wait_for_signal
+from tests.sandbox.away import Docked, docked
 
 pytestmark = pytest.mark.slow
 LEASE = 2.0
@@ -54,7 +56,9 @@ def breaking() -> Callable[[], Telling]:
     os._exit(1)
 
 
-def worker_of(make: Callable[[], Callable[[], Telling]]) -> Callable[[str, int], EnvWorker]:
+def worker_of(
+    make: Callable[[], Callable[[], Telling | Docked]],
+) -> Callable[[str, int], EnvWorker]:
     return partial(EnvWorker, make, ServerLimits(), "127.0.0.1")
 
 
@@ -132,6 +136,30 @@ def test_workers_that_are_killed_again_and_again_end_nothing_while_episodes_begi
                     pid = int((await make().reset(seed=1, options={}))[0])
                 os.kill(pid, signal.SIGKILL)
                 await asyncio.to_thread(wait_for_signal, pid)
+
+    asyncio.run(main())
+
+
+def test_a_replaced_worker_waits_for_sandboxes_that_are_away(
+    tmp_path: Path,
+) -> None:
+    engine = tmp_path / "engine"
+    options = {"file": str(engine)}
+
+    async def main() -> None:
+        async with env_workers(ProcessWorker.start, 1, worker_of(docked)) as make:
+            with pytest.raises(ConfigError, match="could not reach the engine"):
+                await make().reset(seed=1, options=options)
+            engine.touch()
+            pid = int((await make().reset(seed=1, options=options))[0])
+            engine.unlink()
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.to_thread(wait_for_signal, pid)
+            with pytest.raises(OutageError, match="could not reach the engine"):
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    await make().reset(seed=1, options=options)
+            engine.touch()
+            assert int((await make().reset(seed=1, options=options))[0]) != pid
 
     asyncio.run(main())
 

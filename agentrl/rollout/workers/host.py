@@ -15,7 +15,7 @@ from typing import Any
 
 from agentrl.cluster.engine_link import portable
 from agentrl.cluster.memory_pressure import prefer_to_kill
-from agentrl.flow import Flow, busy_seconds, elapsed, freeze_gc, run_steadily
+from agentrl.flow import Flow, busy_seconds, elapsed, freeze_gc, note_played, run_steadily
 from agentrl.net.link import Door, MessageLink, connect
 from agentrl.protocols import Engine
 from agentrl.rollout.assignment import Assignment, MemberReport, Report, TokensSampled, TurnsPlayed
@@ -37,7 +37,6 @@ from agentrl.rollout.workers.messages import (
 )
 from agentrl.rollout.workers.progress import ProgressSender
 from agentrl.rollout.workers.remote_engine import RemoteEngines
-from agentrl.sandbox.providers import expect_providers
 from agentrl.trajectory import Trajectory
 
 PULSE_SECONDS = 1.0
@@ -133,7 +132,7 @@ class _Playing:
                 ahead = elapsed() - there
                 self.ahead = ahead if abs(ahead) > _SAME_CLOCK_SECONDS else 0.0
             case HavePlayed():
-                expect_providers()
+                note_played()
             case Stop():
                 self.stopped.set()
 
