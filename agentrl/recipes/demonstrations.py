@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -55,6 +55,10 @@ class DemonstrationsConfig(Settings):
     """Keyword arguments of the player, such as `{skill: 0.7}` of the weak players of the built-in
     environments.
     """
+    summaries: str | None = None
+    """`package.module:function`, called as the player is, answers requests for summaries: the
+    demonstrations are then played with `rollout.context`, which has to be `summary`. Without it
+    they show whole conversations."""
     episodes: int = Field(512, gt=0)
     """Episodes to play, each with a different seed."""
     episodes_per_step: int = Field(32, gt=0)
@@ -172,13 +176,15 @@ async def demonstrate(
 
     Raises:
         EnvError: more than `rollout.max_failed_tasks` episodes failed, or all.
-        ConfigError: there is no such player, or it does not take its options.
+        ConfigError: there is no such player, it does not take its options, or nothing asks for
+            summaries.
     """
     player = _player(demonstrations)
     renderer = await asyncio.to_thread(renderer_of, model, config.model)
     source = task_source(config, "demonstrations")
     tasks = [next_task(source, index) for index in range(demonstrations.episodes)]
-    trajectories = await _play_demonstrations(config, player, renderer, tasks)
+    summaries = _summaries(config, demonstrations)
+    trajectories = await _play_demonstrations(config, player, summaries, renderer, tasks)
     whole = [trajectory for trajectory in trajectories if trajectory.trainable]
     failed = [trajectory for trajectory in trajectories if not trajectory.trainable]
     if failed:
@@ -208,6 +214,21 @@ def _player(demonstrations: DemonstrationsConfig) -> _Player:
     return _PlayerWithOptions(player, demonstrations.options)
 
 
+def _summaries(config: RunConfig, demonstrations: DemonstrationsConfig) -> _Player | None:
+    """The function that summarises, if there is one."""
+    if demonstrations.summaries is None:
+        return None
+    context = "program's own" if config.env.is_agent else config.rollout.context.name
+    if context != "summary":
+        raise ConfigError(
+            "recipe.demonstrations.summaries answers requests for summaries, and nothing requests"
+            f" any with the {context} context: leave it out, or write"
+            " rollout.context={name: summary, max_prompt_tokens: ...}"
+        )
+    found: _Player = plugins.load("players", demonstrations.summaries)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _PlayerWithOptions:
     """A scripted player with its options, of which each call gets a copy."""
@@ -220,7 +241,11 @@ class _PlayerWithOptions:
 
 
 async def _play_demonstrations(
-    config: RunConfig, player: _Player, renderer: TemplateRenderer, tasks: Sequence[Task]
+    config: RunConfig,
+    player: _Player,
+    summaries: _Player | None,
+    renderer: TemplateRenderer,
+    tasks: Sequence[Task],
 ) -> list[Trajectory]:
     if config.env.is_agent:
         async with agent_player(config, renderer) as agents:
@@ -229,10 +254,17 @@ async def _play_demonstrations(
             return await play_all(agents(policy), tasks, config)
     scripted = ScriptedPolicy(player, renderer)
     async with env_host(config, shown=False) as envs:
-        limits = config.rollout.budget, config.rollout.deadlines.episode
         runner = EnvEpisodeRunner(
-            scripted, renderer, envs, *limits, own_budgets=config.own_budgets()
+            scripted,
+            renderer,
+            envs,
+            config.rollout.budget,
+            config.rollout.deadlines.episode,
+            own_budgets=config.own_budgets(),
         )
+        if summaries is not None:
+            requests = ScriptedPolicy(summaries, renderer, turnstile=scripted.turnstile)
+            runner = replace(runner, context=config.rollout.context, requests=requests)
         return await play_all(runner, tasks, config, scripted.turnstile)
 
 

@@ -108,13 +108,14 @@ class ScriptedPolicy:
 @dataclass(frozen=True, slots=True)
 class Role:
     """The player of an agent: its policy, its renderer, the context that it sees, and whether it is
-    trained.
+    trained. `requests`: who answers what the context asks for (a summary) instead of the policy.
     """
 
     policy: Policy
     renderer: Renderer
     context: ContextPolicy = FULL
     trained: bool = True
+    requests: Policy | None = None
 
 
 class _Reply(NamedTuple):
@@ -293,7 +294,8 @@ class EnvEpisodeRunner:
     `others` are the agents that the policy does not play. `own_budgets` are those of environments
     that do not have the usual `budget`. `picture_bytes`: the longest picture of a state that is
     kept; 0 keeps none. `without_others` names environments that may have none of the `others`, as
-    those of suites: the policy then plays alone.
+    those of suites: the policy then plays alone. `requests` answers what the context asks for, by
+    default the policy.
     """
 
     policy: Policy
@@ -306,6 +308,7 @@ class EnvEpisodeRunner:
     own_budgets: Mapping[str, Budget] = field(default_factory=dict)
     picture_bytes: int = 0
     without_others: Collection[str] = ()
+    requests: Policy | None = None
 
     async def play(
         self, assignment: Assignment, report: Report = ignore_reports
@@ -453,7 +456,7 @@ class EnvEpisodeRunner:
         if episode.task.env in self.without_others and others.keys().isdisjoint(agents):
             others = {}
         check_routes(others, agents)
-        policy = Role(self.policy, self.renderer, self.context)
+        policy = Role(self.policy, self.renderer, self.context, requests=self.requests)
         states = {}
         for agent in agents:
             role = others.get(agent, policy)
@@ -473,7 +476,7 @@ class EnvEpisodeRunner:
         episode.
         """
         coming, state.unanswered = state.unanswered, [Message("user", request)]
-        reply = await self._ask(episode_state, state, env)
+        reply = await self._ask(episode_state, state, env, state.role.requests)
         state.unanswered = coming
         if not isinstance(reply, _Reply):
             return reply
@@ -484,10 +487,14 @@ class EnvEpisodeRunner:
         return None
 
     async def _ask(
-        self, episode_state: _EpisodeState, state: _AgentState, env: LiveEnv
+        self,
+        episode_state: _EpisodeState,
+        state: _AgentState,
+        env: LiveEnv,
+        asked_instead: Policy | None = None,
     ) -> _Reply | Status:
         """The agent's answer to its unanswered messages; a status if its context is full."""
-        conversation, policy = state.conversation, state.role.policy
+        conversation, policy = state.conversation, asked_instead or state.role.policy
         kept = state.role.context.keep(conversation.shown)
         if kept is not conversation.shown:
             conversation.show(kept)

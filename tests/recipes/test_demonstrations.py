@@ -11,6 +11,7 @@ import pytest
 
 from agentrl.config import RunConfig, load_config
 from agentrl.envs.base import TextEnv
+from agentrl.envs.oracle import OracleEnv
 from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.protocols import StepResult
 from agentrl.recipes.demonstrations import DemonstrationsConfig, demonstrate
@@ -95,3 +96,48 @@ def test_a_player_takes_its_options_and_is_refused_with_others(
         ConfigError, match=r"unexpected keyword argument 'word'. Its options: words"
     ):
         asyncio.run(demonstrate(config_with(tmp_path, 0, 0), wrong, tiny_model_dir))
+
+
+def tell_the_decision(env: OracleEnv, rng: random.Random) -> str:
+    return f"It is at {env.point.decision.state}."
+
+
+def maze_with(tmp_path: Path, context: str) -> RunConfig:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "env: {name: oracle, options: {problem: t_maze, settings: {length: 6}}}\nrollout: {budget:"
+        f" {{turns: 8}}, context: {context}}}"
+    )
+    return load_config(path).config
+
+
+SUMMARISED = DemonstrationsConfig(
+    player="agentrl.envs.oracle:weak_player",
+    options={"skill": 1.0},
+    summaries=f"{HERE}:tell_the_decision",
+    episodes=4,
+)
+
+
+def test_demonstrations_show_summaries_where_they_are_requested(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = maze_with(tmp_path, "{name: summary, max_prompt_tokens: 130}")
+    played = asyncio.run(demonstrate(config, SUMMARISED, tiny_model_dir))
+    for trajectory in played:
+        asked = [turn for turn in trajectory.turns if turn.info.get("context") == "summary"]
+        assert asked
+        assert trajectory.success
+        assert any(turn.forked for turn in trajectory.turns)
+        said = [message.content for message in trajectory.messages if message.is_answer]
+        assert sum(text.startswith("It is at ") for text in said) == len(asked)
+    whole = SUMMARISED.model_copy(update={"summaries": None})
+    for trajectory in asyncio.run(demonstrate(config, whole, tiny_model_dir)):
+        assert not any(turn.forked for turn in trajectory.turns)
+
+
+def test_summaries_that_nothing_asks_for_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing requests any with the last_k context"):
+        asyncio.run(
+            demonstrate(maze_with(tmp_path, "{name: last_k, turns: 2}"), SUMMARISED, tiny_model_dir)
+        )
