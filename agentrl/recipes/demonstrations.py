@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -23,6 +23,7 @@ from agentrl.assembly.trainers import make_trainer
 from agentrl.batch import collate, to_samples
 from agentrl.config.learning_rates import notes_of_warm_up
 from agentrl.config.run_config import RunConfig
+from agentrl.conversation.context import FULL, LastK
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import Flow
@@ -57,8 +58,8 @@ class DemonstrationsConfig(Settings):
     """
     summaries: str | None = None
     """`package.module:function`, called as the player is, answers requests for summaries: the
-    demonstrations are then played with `rollout.context`, which has to be `summary`. Without it
-    they show whole conversations."""
+    demonstrations are then played with `rollout.context`, which has to be `summary`. Without it,
+    and with `scratchpad`, they show whole conversations."""
     episodes: int = Field(512, gt=0)
     """Episodes to play, each with a different seed."""
     episodes_per_step: int = Field(32, gt=0)
@@ -254,17 +255,21 @@ async def _play_demonstrations(
             return await play_all(agents(policy), tasks, config)
     scripted = ScriptedPolicy(player, renderer)
     async with env_host(config, shown=False) as envs:
+        context, requests = config.rollout.context, None
+        if summaries is not None:
+            requests = ScriptedPolicy(summaries, renderer, turnstile=scripted.turnstile)
+        elif not isinstance(context, LastK):  # the player would have to write the others' texts
+            context = FULL
         runner = EnvEpisodeRunner(
             scripted,
             renderer,
             envs,
             config.rollout.budget,
             config.rollout.deadlines.episode,
+            context,
             own_budgets=config.own_budgets(),
+            requests=requests,
         )
-        if summaries is not None:
-            requests = ScriptedPolicy(summaries, renderer, turnstile=scripted.turnstile)
-            runner = replace(runner, context=config.rollout.context, requests=requests)
         return await play_all(runner, tasks, config, scripted.turnstile)
 
 

@@ -136,6 +136,15 @@ def test_demonstrations_show_summaries_where_they_are_requested(
         assert not any(turn.forked for turn in trajectory.turns)
 
 
+def test_demonstrations_show_the_exchanges_that_the_context_keeps(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    whole = SUMMARISED.model_copy(update={"summaries": None})
+    config = maze_with(tmp_path, "{name: last_k, turns: 2}")
+    for trajectory in asyncio.run(demonstrate(config, whole, tiny_model_dir)):
+        assert [turn.forked for turn in trajectory.turns] == [False] * 3 + [True] * 5
+
+
 def test_summaries_that_nothing_asks_for_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing requests any with the last_k context"):
         asyncio.run(
