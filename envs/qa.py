@@ -22,10 +22,11 @@ from agentrl.conversation.chats import as_json, question_of, read_chat
 from agentrl.conversation.right_answers import check_it_is_no_solution
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
 from agentrl.envs.python_tool import Programs
-from agentrl.errors import ConfigError
-from agentrl.protocols import OwnerOnly, ResetResult, StepReply, StepResult
+from agentrl.errors import ConfigError, ImageError
+from agentrl.protocols import Observation, OwnerOnly, ResetReply, StepReply, StepResult
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from agentrl.settings.base import Settings
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import Message
 
 _LARGEST_NUMBER = 10**60
@@ -39,6 +40,18 @@ _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
+
+
+def _as_images(given: Any) -> tuple[EncodedImage, ...]:
+    """The pictures of a question."""
+    listed = given if isinstance(given, list | tuple) else [given]
+    try:
+        return tuple(
+            one if isinstance(one, EncodedImage) else EncodedImage.from_address(str(one))
+            for one in listed
+        )
+    except ImageError as error:
+        raise ValueError(str(error)) from error
 
 
 def _as_chat(prompt: Any) -> list[Message]:
@@ -84,6 +97,10 @@ class QuestionAnswer(ToolEnv):
         prompt: Annotated[tuple[InstanceOf[Message], ...], BeforeValidator(_as_chat)]
         """The question: a text, or the messages of a chat that ends with it. Examples and earlier
         turns may come before it: the model sees them as its own, and learns nothing from them."""
+        images: Annotated[tuple[InstanceOf[EncodedImage], ...], BeforeValidator(_as_images)] = ()
+        """Pictures of the question, which stand before it: addresses with the bytes
+        (`data:image/png;base64,...`). Those of rows may be files beside the data, or bytes
+        (`agentrl/tasks/pictures.py`). The model has to be one that sees."""
         answer: Any = None
         """The right answer, or a list of right ones."""
         tool: Literal["none", "calculator", "python"] = "none"
@@ -120,6 +137,11 @@ class QuestionAnswer(ToolEnv):
                     raise ConfigError(f"the right answer is {gold!r:.80}: {error}") from error
 
         @property
+        def shows_images(self) -> bool:
+            """True if the question, or what comes before it, has pictures."""
+            return bool(self.images) or any(message.images for message in self.prompt)
+
+        @property
         def golds(self) -> list[Any]:
             """The right answers."""
             golds = self.answer if isinstance(self.answer, list | tuple) else [self.answer]
@@ -136,11 +158,13 @@ class QuestionAnswer(ToolEnv):
         self._programs = Programs()
         self._golds: tuple[str, ...] = ()
         self._history: list[dict[str, Any]] = []
+        self._images: tuple[EncodedImage, ...] = ()
 
-    async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+    async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetReply:
         """Ask the question of a row, after the messages before it."""
         question = await self.start(seed, options)
-        return question, {"history": self._history} if self._history else {}
+        history = {"history": self._history} if self._history else {}
+        return Observation(question, self._images) if self._images else question, history
 
     async def start(self, seed: int, options: Mapping[str, Any]) -> str:
         """Ask the question of a row.
@@ -166,6 +190,7 @@ class QuestionAnswer(ToolEnv):
             )
         self.system_prompt, history, question = chosen.opening
         self._history = [as_json(message) for message in history]
+        self._images = (*chosen.images, *chosen.prompt[-1].images)
         return question
 
     async def close(self) -> None:

@@ -126,7 +126,7 @@ def check_options(loaded: LoadedConfig) -> None:
         ConfigError: an environment takes no such option, or not this value, or would show pictures
             that the model or the engine cannot read.
     """
-    named, blind = envs_of(loaded.config), _blind_part(loaded.config)
+    named, blind = envs_of(loaded.config), blind_part(loaded.config)
     if problems := [
         line
         for section, env in named
@@ -175,7 +175,7 @@ def check_by_modules(config: RunConfig) -> None:
             component.settings.check_installed()
 
 
-def _blind_part(config: RunConfig) -> str:
+def blind_part(config: RunConfig) -> str:
     """The part of a run that reads text alone, and what to take instead; empty if all see.
 
     A model on the hub is not there yet: its renderer refuses pictures when an episode shows some.

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeGuard, get_args
 
-from agentrl.errors import EnvError
+from agentrl.errors import EnvError, ImageError
 from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import Message, Role, ToolCall
 
@@ -43,6 +43,8 @@ _SAID = ("content", "value", "text", "parts")
 """Keys under which a message has its text."""
 _TEXTS = ("text", "input_text", "output_text")
 """Types of parts that are text."""
+PICTURES = ("image", "image_url", "input_image")
+"""Types of parts that are pictures."""
 
 
 def is_chat(value: Any) -> TypeGuard[Sequence[Any]]:
@@ -125,9 +127,13 @@ def as_json(message: Message) -> dict[str, Any]:
     ]
     extra = {"reasoning": message.reasoning, "tool_calls": calls, "name": message.name}
     extra["tool_call_id"] = message.tool_call_id
+    said: Any = message.said
+    if message.images:
+        shown = [{"type": "image_url", "image_url": {"url": one.address}} for one in message.images]
+        said = [*shown, {"type": "text", "text": said}]
     return {
         "role": message.role,
-        "content": message.said,
+        "content": said,
         **{key: value for key, value in extra.items() if value},
     }
 
@@ -179,7 +185,10 @@ def _read(raw: Any, where: str) -> Message:
     calls = tuple(_calls(one, f"{where} ({named})", said if named == "function_call" else None))
     if said is None and not calls:
         raise ValueError(f"{where} ({named}) has no content, but {', '.join(one)}")
-    text = "" if said is None or named == "function_call" else _text(said, f"{where} ({named})")
+    images: tuple[EncodedImage, ...] = ()
+    text = ""
+    if said is not None and named != "function_call":
+        text, images = _text(said, f"{where} ({named})"), _images(said, f"{where} ({named})")
     if calls:
         text = "\n".join(filter(None, (text, *(call.render() for call in calls))))
     reasoning = (
@@ -193,6 +202,7 @@ def _read(raw: Any, where: str) -> Message:
         calls,
         answers,
         str(one.get("name", "")) if role == "tool" else "",
+        images=images,
     )
 
 
@@ -201,9 +211,36 @@ def _text(said: Any, where: str) -> str:
         return said
     if not isinstance(said, list | tuple):
         raise ValueError(
-            f"{where} has the content {said!r:.80}: write a text, or a list of parts that are text"
+            f"{where} has the content {said!r:.80}: write a text, or a list of parts that are texts"
+            " and pictures"
         )
-    return "".join(_part(part, where) for part in said)
+    return "".join(_part(part, where) for part in said if not _is_picture(part))
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in PICTURES
+
+
+def _images(said: Any, where: str) -> tuple[EncodedImage, ...]:
+    """The pictures of a message, which stand before its text."""
+    if isinstance(said, str):
+        return ()
+    return tuple(_image(part, where) for part in said if _is_picture(part))
+
+
+def _image(part: Mapping[str, Any], where: str) -> EncodedImage:
+    kind = part["type"]
+    given = part.get("image_url" if kind == "input_image" else kind)
+    address = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(address, str):
+        raise ValueError(
+            f"{where} has a part of type {kind!r} without a picture: write its bytes, as"
+            " data:image/png;base64,..."
+        )
+    try:
+        return EncodedImage.from_address(address)
+    except ImageError as error:
+        raise ValueError(f"{where} has a picture that is not taken: {error}") from error
 
 
 def _part(part: Any, where: str) -> str:
@@ -216,7 +253,8 @@ def _part(part: Any, where: str) -> str:
     )
     if kind not in _TEXTS or not isinstance(part.get("text"), str):
         raise ValueError(
-            f"{where} has a part of type {kind!r}, and models that are trained here read text alone"
+            f"{where} has a part of type {kind!r}, and models that are trained here read texts and"
+            " pictures"
         )
     return str(part["text"])
 

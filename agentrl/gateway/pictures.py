@@ -5,7 +5,6 @@ media type. What is said of a picture must be true of its bytes. In a message, p
 the text, as in what environments show, wherever the program has put them.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +12,11 @@ from typing import Any
 from agentrl.errors import ImageError
 from agentrl.gateway.refusal import CallRefusedError, unsupported
 from agentrl.hosting.observations import MOST_IMAGES
-from agentrl.tokens.encoded_image import MEDIA_TYPES, EncodedImage
+from agentrl.tokens.encoded_image import DATA_ADDRESS, MEDIA_TYPES, EncodedImage
 
 PartReader = Callable[[Mapping[str, Any], str], EncodedImage]
 """Reads a part of a message that is a picture. The text says where it stands, for messages."""
 
-_DATA = re.compile(r"data:(?P<type>[\w/+.-]*)(?P<more>[^,]*),", re.IGNORECASE)
 _WAY_OUT = (
     "pictures are never fetched: send the bytes of a PNG or JPEG file in base64, as"
     " data:image/png;base64,... or as the protocol has it"
@@ -66,7 +64,7 @@ def read_address(address: Any, where: str) -> EncodedImage:
     Raises:
         CallRefusedError: it is another address, or no picture that is taken.
     """
-    found = _DATA.match(address) if isinstance(address, str) else None
+    found = DATA_ADDRESS.match(address) if isinstance(address, str) else None
     if found is None:
         raise unsupported(f"{where}, the address {address!r:.80} as an image_url", _WAY_OUT)
     if found["more"].lower().rpartition(";")[2] != "base64":

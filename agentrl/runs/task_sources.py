@@ -3,12 +3,13 @@
 import json
 from collections.abc import Mapping
 
+from agentrl.config.loading import blind_part
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.protocols import FiniteTasks, TaskSource
 from agentrl.rollout.next_task import next_task
 from agentrl.scoring.build import task_checks
-from agentrl.tasks.dataset import DatasetTasks, pay_check
+from agentrl.tasks.dataset import DatasetTasks, pay_check, picture_check
 from agentrl.tasks.mixture import Mixture, Share
 from agentrl.tasks.suite_tasks import suite_source
 from agentrl.trajectory import Task
@@ -98,12 +99,14 @@ def _check_rewards(config: RunConfig, env: str, called: str, source: TaskSource)
     """
     rewards = config.rewards_by_env().get(env, config.reward)
     checks, of_first = task_checks(rewards), task_checks(rewards, "check_first_task")
-    if isinstance(source, DatasetTasks) and rewards.is_the_environments:
-        checks += filter(None, [pay_check(config.envs[env].name)])
+    name, blind = config.envs[env].name, blind_part(config)
+    if isinstance(source, DatasetTasks):
+        pays = pay_check(name) if rewards.is_the_environments else None
+        checks += filter(None, [pays, picture_check(name, blind)])
     if checks or of_first:
         try:
             if isinstance(source, DatasetTasks):
-                source.check(checks, json.dumps(rewards.dump()), of_first)
+                source.check(checks, json.dumps([rewards.dump(), blind]), of_first)
             else:
                 first = next_task(source, 0)
                 for check in (*checks, *of_first):

@@ -10,7 +10,7 @@ Rewards read the options too: the right answer is the option `answer`.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,19 @@ from pydantic import ValidationError
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
 from agentrl.hosting.client_options import marked_options
-from agentrl.protocols.env import options_class_of
+from agentrl.protocols.env import options_class_of, shows_images
 from agentrl.rollout.seeds import derive_seed, split_seed
 from agentrl.settings.base import Settings
 from agentrl.settings.faults import Fault, faults
 from agentrl.tasks.columns import advice, answer_advice, format_names
 from agentrl.tasks.permutation import Permutation
-from agentrl.tasks.row_index import U64, Check, RowIndex, open_index
+from agentrl.tasks.row_index import U64, RowIndex, folder_of, open_index
 from agentrl.tasks.row_reader import RowReader, RowSettings
 from agentrl.tasks.rows import BadRowError, RowSource, is_data, sources
 from agentrl.trajectory import Task
 
+_READ_AS = 2
+"""How rows are read: another number for each change, so that what was remembered is made again."""
 TaskCheck = Callable[[Task], None]
 """Raises `ConfigError` for a task that cannot be scored."""
 
@@ -88,10 +90,10 @@ class DataRows:
         """A digest of the rows: equal for equal rows."""
         return " ".join(part.digest for part in self.parts)
 
-    def row(self, place: int) -> tuple[int, Mapping[str, Any]]:
-        """The number of a row in all its data, and the row."""
+    def row(self, place: int) -> tuple[int, Mapping[str, Any], Path | None]:
+        """The number of a row in all its data, the row, and the folder of its pictures."""
         number, part, inside = self._at(place)
-        return number, part.row(inside)
+        return number, part.row(inside), part.pictures
 
     def where(self, place: int) -> str:
         """The place of a row, for messages."""
@@ -169,8 +171,8 @@ class DatasetTasks:
             ConfigError: a check raised it for some rows; names the first by file and line.
         """
 
-        def check(number: int, row: Mapping[str, Any]) -> None:
-            options = self._reader.read(row).options
+        def check(folder: Path | None, number: int, row: Mapping[str, Any]) -> None:
+            options = self._reader.read(row, folder).options
             task = Task(self._env, 0, {**self._options, **options})
             try:
                 for one in (*checks, *(of_first if number <= first else ())):
@@ -183,7 +185,8 @@ class DatasetTasks:
 
         for part in self._rows.parts:
             part.check(
-                check, json.dumps([checked_as, self._env, self._options, _reading(self._settings)])
+                partial(check, part.pictures),
+                json.dumps([checked_as, self._env, self._options, _reading(self._settings)]),
             )
 
     def task(self, index: int) -> Task:
@@ -203,8 +206,8 @@ class DatasetTasks:
 
     def _at(self, place: int, index: int, mark: str = "") -> Task:
         """The task of the row at `place`, for this index; `mark` ends its id."""
-        number, row = self._rows.row(place)
-        options, named, own_seed = self._reader.read(row)
+        number, row, folder = self._rows.row(place)
+        options, named, own_seed = self._reader.read(row, folder)
         name = (
             f"{self._split}-{index:06d}" + (f"-{_plain(named)}" if named is not None else "") + mark
         )
@@ -252,25 +255,31 @@ def _open_rows(
     settings: DatasetSettings, data: str, split: str, env: str, options: str
 ) -> DataRows:
     found: list[RowSource] = sources(data, split, settings.subset, settings.revision)
-    checked_as = json.dumps([_reading(settings), settings.key, env, options])
+    checked_as = json.dumps([_READ_AS, _reading(settings), settings.key, env, options])
     check = _check_of(settings, env, json.loads(options))
     columns = RowReader(settings).columns
-    rows = DataRows(tuple(open_index(source, check, checked_as, columns) for source in found))
+    parts = (
+        open_index(source, partial(check, folder_of(source)), checked_as, columns)
+        for source in found
+    )
+    rows = DataRows(tuple(parts))
     if not len(rows):
         raise ConfigError(f"{data} has no rows")
     return rows
 
 
-def _check_of(settings: DatasetSettings, env: str, shared: Mapping[str, Any]) -> Check:
-    """A check of a row: its columns, and its options if the environment says which it takes (a
-    class `Options`).
+def _check_of(
+    settings: DatasetSettings, env: str, shared: Mapping[str, Any]
+) -> Callable[[Path | None, Mapping[str, Any]], str]:
+    """A check of a row, given the folder of its pictures: its columns, and its options if the
+    environment says which it takes (a class `Options`).
     """
     shape = _options_of(env)
     trusted = marked_options(shape) - set(settings.columns) if shape is not None else set()
     reader = RowReader(settings, shape)
 
-    def check(row: Mapping[str, Any]) -> str:
-        options, named, _ = reader.read(row)
+    def check(folder: Path | None, row: Mapping[str, Any]) -> str:
+        options, named, _ = reader.read(row, folder)
         if trusted and (bold := trusted.intersection(options)):
             name = min(bold)
             raise BadRowError(
@@ -285,7 +294,8 @@ def _check_of(settings: DatasetSettings, env: str, shared: Mapping[str, Any]) ->
                 shape.model_validate(given)
             except ValidationError as error:
                 raise BadRowError(_unfit(faults(error, given)[0], row, shape)) from error
-        wanted = settings.key or (("prompt",) if "prompt" in options else tuple(sorted(options)))
+        asked = [name for name in ("prompt", "images") if name in options]
+        wanted = settings.key or tuple(asked if "prompt" in options else sorted(options))
         if missing := [column for column in wanted if column not in options]:
             raise BadRowError(
                 f"no column {missing[0]!r}, which tasks.key names; there are {', '.join(options)}"
@@ -309,6 +319,21 @@ def pay_check(env: str) -> TaskCheck | None:
     if shape is None or not hasattr(shape, "check_paid"):
         return None
     return lambda task: shape.model_validate(dict(task.options)).check_paid()
+
+
+def picture_check(env: str, blind: str) -> TaskCheck | None:
+    """The check that no task shows pictures, if a part of the run reads text alone: `blind` says
+    which, and what to take instead.
+    """
+    shape = _options_of(env)
+    if not blind or shape is None or "images" not in shape.model_fields:
+        return None
+
+    def check(task: Task) -> None:
+        if shows_images(shape.model_validate(dict(task.options))):
+            raise ConfigError(f"it shows pictures, and {blind}")
+
+    return check
 
 
 def _unfit(fault: Fault, row: Mapping[str, Any], shape: type[Settings]) -> str:

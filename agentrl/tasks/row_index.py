@@ -91,6 +91,11 @@ class RowIndex:
         """A hash for each row: rows with equal ones are the same task."""
         return _numbers(self.folder / "keys.u64", self.size)
 
+    @property
+    def pictures(self) -> Path | None:
+        """The folder of the files that rows name, if the source is a file."""
+        return folder_of(self.source)
+
     def row(self, number: int) -> Mapping[str, Any]:
         """The row with this number, from 0.
 
@@ -141,6 +146,11 @@ class RowIndex:
             while left and (block := file.read(min(left, 1 << 20))):
                 before, left = before + block.count(b"\n"), left - len(block)
         return f"{self.source}, line {before + 1}"
+
+
+def folder_of(source: RowSource) -> Path | None:
+    """The folder that a source is in, if it is a file."""
+    return source.parent if isinstance(source, Path) else None
 
 
 def open_index(

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import Field, field_validator
@@ -10,6 +11,7 @@ from pydantic import Field, field_validator
 from agentrl.conversation.chats import as_json, is_chat, question_of, read_chat, written_chat
 from agentrl.settings.base import Settings
 from agentrl.tasks.columns import advice, column, format_names
+from agentrl.tasks.pictures import placed_pictures
 from agentrl.tasks.rows import BadRowError
 from agentrl.tasks.template import RowTemplate
 
@@ -78,8 +80,8 @@ class RowReader:
             return ()
         return (*self.settings.columns.values(), *(path for paths in named for path in paths or ()))
 
-    def read(self, row: Mapping[str, Any]) -> RowTask:
-        """The task of a row.
+    def read(self, row: Mapping[str, Any], folder: Path | None = None) -> RowTask:
+        """The task of a row. `folder`: where its pictures are, if it names files.
 
         Raises:
             BadRowError: a column is missing, or a special one is not what it must be.
@@ -104,6 +106,9 @@ class RowReader:
         options = {**more, **options}
         fields = {} if self.shape is None else self.shape.model_fields
         if "prompt" in fields:
+            options = _unwritten(options)
+            if "images" in fields:
+                options = placed_pictures(options, folder)
             options |= _question(options)
         for name in [name for name, value in options.items() if value is None and name in fields]:
             if not fields[name].is_required() and fields[name].default is not None:
@@ -111,13 +116,22 @@ class RowReader:
         return RowTask(options, named, _seed(seed))
 
 
-def _question(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompt of a task whose prompt is a chat, and its answer; nothing for others."""
+def _unwritten(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with a chat that is written as a text."""
     prompt = options.get("prompt")
     try:
-        chat = written_chat(prompt) if isinstance(prompt, str) else prompt
-        if not is_chat(chat):
-            return {}
+        chat = written_chat(prompt) if isinstance(prompt, str) else None
+    except ValueError as error:
+        raise BadRowError(f"prompt: {error}") from error
+    return options if chat is None else {**options, "prompt": chat}
+
+
+def _question(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The prompt of a task whose prompt is a chat, and its answer; nothing for others."""
+    chat = options.get("prompt")
+    if not is_chat(chat):
+        return {}
+    try:
         asked, answered = question_of(read_chat(chat))
     except ValueError as error:
         raise BadRowError(f"prompt: {error}") from error

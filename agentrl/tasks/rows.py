@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from pydantic_core import from_json
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, ImageError
 from agentrl.package.distribution import install_command
+from agentrl.tokens.encoded_image import EncodedImage
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -322,10 +323,30 @@ def _in_json(value: Any) -> Any:
         return str(value)
     if hasattr(value, "tolist"):
         return value.tolist()
+    wrong = ""
+    try:
+        if (picture := _picture(value)) is not None:
+            return picture.address
+    except ImageError as error:
+        wrong = f"as a picture, {error}; "
     raise TypeError(
-        f"{type(value).__name__} is no value of JSON: name the columns that are needed, without"
-        " this one, in tasks.columns"
+        f"{type(value).__name__} is no value of JSON: {wrong}name the columns that are needed,"
+        " without this one, in tasks.columns"
     )
+
+
+def _picture(value: Any) -> EncodedImage | None:
+    """The picture that a value is: the bytes of a file, or what the package datasets makes of
+    them.
+
+    Raises:
+        ImageError: the bytes are no picture that is taken.
+    """
+    if type(value).__module__.startswith("PIL."):
+        file = io.BytesIO()
+        value.save(file, "png")
+        value = file.getvalue()
+    return EncodedImage(value) if isinstance(value, bytes) else None
 
 
 @contextmanager

@@ -46,6 +46,8 @@ _OTHERS = {
 }
 """The beginnings of other formats that one may well try."""
 _ADDRESS = re.compile(r"\s*(https?|ftp|file|data):", re.IGNORECASE)
+DATA_ADDRESS = re.compile(r"data:(?P<type>[\w/+.-]*)(?P<more>[^,]*),", re.IGNORECASE)
+"""The beginning of an address that has the bytes themselves."""
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 
 
@@ -159,6 +161,32 @@ class EncodedImage:
         if media_type is not None and MEDIA_TYPES.get(media_type.lower()) != image.format:
             raise ImageError(f"it is a {image.format.upper()} file, and not {media_type!r:.80}")
         return image
+
+    @staticmethod
+    def is_address(text: str) -> bool:
+        """True if a text is an address of any kind, and not a path."""
+        return _ADDRESS.match(text) is not None
+
+    @classmethod
+    def from_address(cls, text: str) -> Self:
+        """The picture in an address that has its bytes: `data:image/png;base64,iVBO...`.
+
+        Raises:
+            ImageError: it is another address, or no picture.
+        """
+        found = DATA_ADDRESS.match(text)
+        if found is None:
+            raise ImageError(
+                f"{text!r:.80} is an address, and pictures are never fetched: pass the bytes"
+            )
+        if found["more"].lower().rpartition(";")[2] != "base64":
+            raise ImageError(f"{text!r:.40} is a data: address without base64")
+        return cls.from_base64(text[found.end() :], found["type"])
+
+    @property
+    def address(self) -> str:
+        """An address that has the bytes, which `from_address` reads."""
+        return f"data:image/{self.format};base64,{base64.b64encode(self.data).decode()}"
 
     @property
     def name(self) -> str:

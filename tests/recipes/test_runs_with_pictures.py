@@ -5,10 +5,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentrl.models.vision_families import FAMILIES
 from agentrl.testing.vision_models import VisionFamily, create_tiny_vision_model
+from agentrl.tokens.encoded_image import EncodedImage
+from agentrl.trajectory import Trajectory
 from tests.recipes.test_runs import SMALL, folder, kill_during, start, train
 
 GAP = 1e-4
@@ -87,3 +90,28 @@ def test_a_killed_run_with_pictures_ends_with_the_weights_of_one_that_was_not(
         for one in (tmp_path / "whole", killed_in)
     ]
     assert kept[0] == kept[1]
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_data_with_pictures(agentrl: Any, tmp_path: Path) -> None:
+    rows = []
+    for number in range(8):
+        red = np.full((28, 56, 3), [25 * number, 0, 0], np.uint8)
+        (tmp_path / f"{number}.png").write_bytes(EncodedImage.of_pixels(red).data)
+        rows.append({"prompt": "<image>a or b?", "images": [f"{number}.png"], "answer": "a"})
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.yaml").write_text(
+        f"env: qa\ntasks: {{data: {data}, held_out: 0.25}}\nmodel: tiny_vision\nsteps: 2\n"
+        "rollout: {groups_per_step: 2, group_size: 4, sampling: {max_tokens: 4}}\n"
+        "reward: {name: tests.recipes.test_runs_with_pictures:length}\nevaluation: {tasks: 2}\n"
+    )
+    run = tmp_path / "run"
+    done = agentrl("train", str(tmp_path / "run.yaml"), f"run_dir={run}")
+    assert done.returncode == 0, done.stderr
+    assert all(row["logprob_gap_max"] < GAP for row in steps_of(run))
+    assert len(list((run / "images").iterdir())) == 8  # each once
+
+
+def length(trajectory: Trajectory) -> float:
+    return float(trajectory.num_tokens)

@@ -582,18 +582,20 @@ FILES = [
         prompt=[user("2 + 2?")],
     ),
     DataFile(
-        "a chat with a picture",
+        "a chat with the address of a picture",
         "picture.jsonl",
         lines(
             [
                 {
-                    "prompt": [user([{"type": "image_url", "image_url": {"url": "x.png"}}])],
+                    "prompt": [
+                        user([{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}])
+                    ],
                     "answer": "4",
                 }
             ]
         ),
-        "prompt: message 1 (user) has a part of type 'image_url', and models that are trained here"
-        " read text alone",
+        "picture 1: 'https://a.b/c.png' is an address, and pictures are never fetched: pass the"
+        " bytes",
     ),
     DataFile(
         "a chat with another role",

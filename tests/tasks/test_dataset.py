@@ -532,7 +532,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused_and_read_again(
 ) -> None:
     path = write(tmp_path / "data.jsonl", questions(20))
 
-    def growing(row: Mapping[str, Any]) -> str:
+    def growing(folder: Path | None, row: Mapping[str, Any]) -> str:
         if row == questions(1)[0]:
             write(path, [*questions(20), *questions(1, start=99)])
         return str(row)
