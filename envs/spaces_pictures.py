@@ -1,17 +1,8 @@
 """Gymnasium's pictures: arrays of pixels in observations and from `render()`, as `EncodedImage`.
 
-A `Box` of bytes from 0 to 255 is pictures if its shape is one of these:
-
-| shape | what it is |
-|---|---|
-| (height, width), each at least 8 | one in grey |
-| (height, width, 1), (1, height, width) | one in grey |
-| (height, width, 3), (3, height, width) | one in colours, RGB |
-| (height, width, 4) | one in colours with opacity, RGBA |
-| (4, height, width) | four in grey, the oldest first: the usual stack of frames |
-
-A last axis of 1, 3 or 4 comes before a first axis of these. All pictures of an observation are
-shown in the order of its space, before the text, in which the rest of the observation is written.
+A `Box` of bytes from 0 to 255 is pictures if it has the shape of pixels
+(`agentrl/tokens/pixels.py`). All pictures of an observation are shown in the order of its space,
+before the text, in which the rest of the observation is written.
 """
 
 from collections.abc import Mapping
@@ -24,6 +15,7 @@ from agentrl.envs.spaces_text import format_observation, is_image
 from agentrl.errors import EnvError
 from agentrl.protocols import Observation
 from agentrl.tokens.encoded_image import EncodedImage
+from agentrl.tokens.pixels import pictures_of
 
 _TAKEN = object()
 """Stands in the place of what has been taken out of an observation."""
@@ -70,17 +62,6 @@ def rendered(env: Any) -> EncodedImage:
     return EncodedImage.of_pixels(pixels)
 
 
-def pictures_of(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> list[EncodedImage]:
-    """The pictures in an array of pixels, by the rule at the head of this module."""
-    if pixels.ndim == 2 or pixels.shape[-1] in (3, 4):
-        return [EncodedImage.of_pixels(pixels)]
-    if pixels.shape[-1] == 1:
-        return [EncodedImage.of_pixels(pixels[..., 0])]
-    if pixels.shape[0] == 3:
-        return [EncodedImage.of_pixels(pixels.transpose(1, 2, 0))]
-    return [EncodedImage.of_pixels(frame) for frame in pixels]
-
-
 def _taken_apart(space: Space[Any], observation: Any, images: list[EncodedImage]) -> Any:
     """The rest of an observation, whose pictures are appended to `images`."""
     if isinstance(space, spaces.Box) and is_image(space):
@@ -102,4 +83,4 @@ def _inner(space: Space[Any] | None) -> Mapping[Any, Space[Any]]:
     return dict(enumerate(space.spaces)) if isinstance(space, spaces.Tuple) else {}
 
 
-__all__ = ["holds_pictures", "pictures_of", "rendered", "shown_of", "without_pictures"]
+__all__ = ["holds_pictures", "rendered", "shown_of", "without_pictures"]

@@ -29,6 +29,7 @@ from gymnasium import Space, spaces
 
 from agentrl.envs.base import ToolError
 from agentrl.errors import ConfigError
+from agentrl.tokens.pixels import is_of_pixels
 
 MAX_NUMBERS = 256
 """Most numbers of an observation that is written out as text."""
@@ -378,8 +379,7 @@ def is_image(box: spaces.Box) -> bool:
     """
     if box.dtype != np.uint8 or int(np.max(box.high, initial=0)) != 255:
         return False
-    colours = len(box.shape) == 3 and (box.shape[-1] in (1, 3, 4) or box.shape[0] in (1, 3, 4))
-    return colours or (len(box.shape) == 2 and min(box.shape) >= 8)
+    return is_of_pixels(box.shape)
 
 
 def format_observation(observation: Any) -> str:

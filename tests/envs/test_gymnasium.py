@@ -12,10 +12,10 @@ from PIL import Image
 
 from agentrl import EncodedImage, Observation
 from agentrl.envs.gymnasium_text import GymnasiumText
-from agentrl.envs.spaces_pictures import pictures_of
 from agentrl.envs.spaces_text import action_reader
 from agentrl.errors import ConfigError, EnvError
 from agentrl.testing import check_env
+from agentrl.tokens.pixels import pictures_of
 
 EYE = spaces.Box(0, 255, (8, 8, 3), "uint8")
 

@@ -17,6 +17,7 @@ from agentrl.conversation.tools import ToolError, how_to_call, is_refusal, merge
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import Suspect, now
 from agentrl.hosting.calls import calls_taken
+from agentrl.hosting.observations import IMAGES
 from agentrl.protocols.env import Env, ResetResult, StepResult
 from agentrl.remote.choice import REST_SECONDS, FullError, LostError, open_at_any
 from agentrl.remote.client import suspicion
@@ -33,7 +34,6 @@ from agentrl.remote.openenv.text import (
     action_from,
     has_tools,
     how_to_act,
-    text_from,
     tools_from,
     what_is_wrong,
 )
@@ -50,7 +50,8 @@ class OpenEnv:
     `text.py` translates the model's messages into actions, and observations into text. `done` means
     `terminated`, or `truncated` if the metadata says so. A null reward is 0. The metadata is the
     info. Options are sent with the reset; OpenEnv's servers drop options that the environment does
-    not know.
+    not know. One is not sent: with `pictures: true` the pictures of observations are shown
+    (`pictures.py`), and else written out as the text that they are.
 
     One connection serves all episodes of this instance, until a request gets no answer. If all
     servers are full, `reset` retries until the caller's deadline.
@@ -74,6 +75,7 @@ class OpenEnv:
         self._token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
         self._socket: Socket | None = None
         self._playing = False
+        self._pictures = False
         self._suspect = Suspect("no episode", bytes)
         """The task that is being played, of which a server may die."""
 
@@ -91,7 +93,12 @@ class OpenEnv:
                 f"the option {min(taken)!r} is a field of OpenEnv's own resets: leave it out"
             )
         self._playing = False
-        data = {**options, "seed": seed}
+        pictures = options.get("pictures", False)
+        if not isinstance(pictures, bool):
+            raise ConfigError(f"the option pictures is {pictures!r:.80}: write true or false")
+        self._pictures = pictures
+        sent = {name: value for name, value in options.items() if name != "pictures"}
+        data = {**sent, "seed": seed}
         content = partial(to_json, data, fallback=repr)
         self._suspect = suspicion().suspect(
             f"the task of the reset with {dict(data)!r:.200}", content
@@ -174,11 +181,11 @@ class OpenEnv:
             ) from error
         self._playing = True
         self.tools = socket.tools
-        info = began.info_fields
+        text, info = began.shown(pictures=self._pictures)
         self.system_prompt = str(
             info.get("system_prompt") or ("" if self.tools else how_to_act(schema))
         )
-        return text_from(began.observation), info
+        return text, info
 
     async def _ask(self, socket: Socket, kind: str, data: Mapping[str, Any]) -> ServerObservation:
         """Send a request of the episode. If the server dies meanwhile, the task is suspect."""
@@ -199,7 +206,7 @@ class OpenEnv:
         except ToolError as error:
             return f"Error: {error}", 0.0, False, False, {}
         try:
-            return (await self._ask(socket, "step", data)).result
+            return (await self._ask(socket, "step", data)).result(pictures=self._pictures)
         except MisfitError as error:
             return what_is_wrong(error.data, socket.action_schema), 0.0, False, False, {}
 
@@ -217,12 +224,14 @@ class OpenEnv:
         else:
             made += [MadeCall(None)] * len(read.errors)
             results += [("", (f"Error: {error}", 0.0, False, False, {})) for error in read.errors]
-        return merged(results or [("", (how_to_call(self.tools), 0.0, False, False, {}))])
+        step = merged(results or [("", (how_to_call(self.tools), 0.0, False, False, {}))])
+        shown = [image for _, result in results for image in result[4].get(IMAGES, ())]
+        return (*step[:4], {**step[4], IMAGES: shown}) if shown else step
 
     async def _call(self, socket: Socket, call: ToolCall) -> StepResult:
         data = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
         try:
-            return (await self._ask(socket, "step", data)).result
+            return (await self._ask(socket, "step", data)).result(pictures=self._pictures)
         except MisfitError as error:
             return f"Error: {error}", 0.0, False, False, {}
 

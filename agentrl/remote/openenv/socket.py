@@ -22,6 +22,7 @@ from websockets.http11 import USER_AGENT
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import Suspect, Suspicion, now
+from agentrl.hosting.observations import IMAGES
 from agentrl.net.http_client import http_client, proxy_note
 from agentrl.protocols.env import StepResult
 from agentrl.remote.choice import REST_SECONDS, FullError, Loaded, LostError
@@ -31,6 +32,7 @@ from agentrl.remote.connection import (
     LostConnectionError,
     connect,
 )
+from agentrl.remote.openenv.pictures import taken_pictures
 from agentrl.remote.openenv.protocol import CAPACITY_REACHED, LARGEST_MESSAGE, VALIDATION_ERROR
 from agentrl.remote.openenv.text import text_from
 
@@ -69,18 +71,27 @@ class ServerObservation(BaseModel):
         inside = self.observation.get("metadata")
         return dict(self.metadata or (inside if isinstance(inside, dict) else {}))
 
-    @property
-    def result(self) -> StepResult:
-        """As `Env.step` returns it."""
+    def shown(self, *, pictures: bool) -> tuple[str, dict[str, Any]]:
+        """The text of the observation, and the info, which has the pictures if they are wanted.
+
+        Raises:
+            EnvError: a picture is too large.
+        """
         info = self.info_fields
+        if not pictures:
+            return text_from(self.observation), info
+        rest, found = taken_pictures(self.observation)
+        nothing_else = bool(found) and rest.keys() <= {"metadata"}
+        own = info.get(IMAGES)  # of an environment that agentrl serves
+        images = [*found, *(own if isinstance(own, list) else ())]
+        text = "" if nothing_else else text_from(rest)
+        return text, {**info, IMAGES: images} if images else info
+
+    def result(self, *, pictures: bool) -> StepResult:
+        """As `Env.step` returns it."""
+        text, info = self.shown(pictures=pictures)
         truncated = self.done and info.pop("truncated", False) is True
-        return (
-            text_from(self.observation),
-            self.reward or 0.0,
-            self.done and not truncated,
-            truncated,
-            info,
-        )
+        return text, self.reward or 0.0, self.done and not truncated, truncated, info
 
 
 class Server(Loaded):
