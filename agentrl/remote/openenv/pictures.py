@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.errors import EnvError, ImageError
-from agentrl.tokens.encoded_image import DATA_ADDRESS
+from agentrl.tokens.encoded_image import DATA_ADDRESS, MEDIA_TYPES
 from agentrl.tokens.pixels import is_of_pixels, pictures_of
 
 _BEGINNINGS = ("iVBORw0KGgo", "/9j/")
@@ -84,7 +84,7 @@ def _file_in(text: str) -> str | None:
     if text.startswith(_BEGINNINGS) and len(text) >= _SHORTEST:
         return text
     address = DATA_ADDRESS.match(text)
-    if address is None or not address["type"].lower().startswith("image/"):
+    if address is None or address["type"].lower() not in MEDIA_TYPES:
         return None
     return text[address.end() :]
 
@@ -93,11 +93,7 @@ def _pixels(value: list[Any]) -> npt.NDArray[np.uint8] | None:
     """The pixels that a list of lists is."""
     if not value or not isinstance(value[0], list) or not value[0]:
         return None
-    try:
-        array = np.array(value)
-    except ValueError:  # its lists have several lengths
-        return None
-    return _bytes_of(array)
+    return _bytes_of(_array(value))
 
 
 def _flat_pixels(name: str, observation: Mapping[str, Any]) -> npt.NDArray[np.uint8] | None:
@@ -107,8 +103,16 @@ def _flat_pixels(name: str, observation: Mapping[str, Any]) -> npt.NDArray[np.ui
         return None
     if not all(type(size) is int and size > 0 for size in shape) or prod(shape) != len(value):
         return None
-    array = np.array(value)
-    return _bytes_of(array.reshape(shape)) if array.ndim == 1 else None
+    array = _array(value)
+    return _bytes_of(array.reshape(shape)) if array.shape == (len(value),) else None
+
+
+def _array(value: list[Any]) -> npt.NDArray[Any]:
+    """The list as an array, which has no numbers if its lists have several lengths."""
+    try:
+        return np.array(value)
+    except ValueError:
+        return np.array([], object)
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8] | None:
