@@ -65,7 +65,7 @@ def _as_chat(prompt: Any) -> list[Message]:
         raise ValueError(f"write a text, or the messages of a chat, not {given}")
     if not prompt:
         raise ValueError("it is a chat without messages")
-    chat = read_chat(prompt)
+    chat = read_chat(prompt, pictures=True)
     asked, _ = question_of(chat)
     if len(asked) < len(chat):
         raise ValueError(

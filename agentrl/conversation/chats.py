@@ -76,8 +76,8 @@ def written_chat(text: str) -> Any:
 _WRITTEN = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
 
 
-def read_chat(value: Sequence[Any]) -> tuple[Message, ...]:
-    """The messages of a chat.
+def read_chat(value: Sequence[Any], *, pictures: bool = False) -> tuple[Message, ...]:
+    """The messages of a chat. `pictures`: they may have some, as `data:` addresses.
 
     Raises:
         ValueError: it is none, or has what no model here can read. Says which message, from 1.
@@ -89,7 +89,9 @@ def read_chat(value: Sequence[Any]) -> tuple[Message, ...]:
                 " choose one, such as tasks.columns={prompt: COLUMN.0}"
             )
         value = value[0]
-    return tuple(_read(one, f"message {number}") for number, one in enumerate(value, 1))
+    return tuple(
+        _read(one, f"message {number}", pictures=pictures) for number, one in enumerate(value, 1)
+    )
 
 
 def question_of(chat: Sequence[Message]) -> tuple[Sequence[Message], str | None]:
@@ -148,7 +150,7 @@ def history_in(info: Mapping[str, Any]) -> list[Message]:
     if not isinstance(history, list | tuple):
         raise EnvError(f"a reset gave info['history'] as {history!r:.80}: write a list of messages")
     try:
-        return [replace(message, given=True) for message in read_chat(history)]
+        return [replace(message, given=True) for message in read_chat(history, pictures=True)]
     except ValueError as error:
         raise EnvError(f"a reset gave info['history'] that is no chat: {error}") from error
 
@@ -167,7 +169,7 @@ def opening(
     return [*before, Message("tool" if answered else "user", observation, images=images)]
 
 
-def _read(raw: Any, where: str) -> Message:
+def _read(raw: Any, where: str, *, pictures: bool) -> Message:
     if not isinstance(raw, Mapping):
         raise ValueError(f"{where} is {raw!r:.80}, not an object with role and content")
     one = {key: value for key, value in raw.items() if value is not None}
@@ -188,7 +190,9 @@ def _read(raw: Any, where: str) -> Message:
     images: tuple[EncodedImage, ...] = ()
     text = ""
     if said is not None and named != "function_call":
-        text, images = _text(said, f"{where} ({named})"), _images(said, f"{where} ({named})")
+        place = f"{where} ({named})"
+        images = _images(said, place) if pictures else ()
+        text = _text(said, place, pictures=pictures)
     if calls:
         text = "\n".join(filter(None, (text, *(call.render() for call in calls))))
     reasoning = (
@@ -206,7 +210,7 @@ def _read(raw: Any, where: str) -> Message:
     )
 
 
-def _text(said: Any, where: str) -> str:
+def _text(said: Any, where: str, *, pictures: bool) -> str:
     if isinstance(said, str):
         return said
     if not isinstance(said, list | tuple):
@@ -214,7 +218,8 @@ def _text(said: Any, where: str) -> str:
             f"{where} has the content {said!r:.80}: write a text, or a list of parts that are texts"
             " and pictures"
         )
-    return "".join(_part(part, where) for part in said if not _is_picture(part))
+    texts = [part for part in said if not (pictures and _is_picture(part))]
+    return "".join(_part(part, where, pictures=pictures) for part in texts)
 
 
 def _is_picture(part: Any) -> bool:
@@ -223,7 +228,7 @@ def _is_picture(part: Any) -> bool:
 
 def _images(said: Any, where: str) -> tuple[EncodedImage, ...]:
     """The pictures of a message, which stand before its text."""
-    if isinstance(said, str):
+    if not isinstance(said, list | tuple):
         return ()
     return tuple(_image(part, where) for part in said if _is_picture(part))
 
@@ -243,7 +248,7 @@ def _image(part: Mapping[str, Any], where: str) -> EncodedImage:
         raise ValueError(f"{where} has a picture that is not taken: {error}") from error
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str, *, pictures: bool) -> str:
     if isinstance(part, str):
         return part
     kind = (
@@ -252,10 +257,8 @@ def _part(part: Any, where: str) -> str:
         else type(part).__name__
     )
     if kind not in _TEXTS or not isinstance(part.get("text"), str):
-        raise ValueError(
-            f"{where} has a part of type {kind!r}, and models that are trained here read texts and"
-            " pictures"
-        )
+        taken = "texts and pictures" if pictures else "texts"
+        raise ValueError(f"{where} has a part of type {kind!r}, and {taken} alone are read here")
     return str(part["text"])
 
 

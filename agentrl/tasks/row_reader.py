@@ -132,7 +132,7 @@ def _question(options: Mapping[str, Any]) -> dict[str, Any]:
     if not is_chat(chat):
         return {}
     try:
-        asked, answered = question_of(read_chat(chat))
+        asked, answered = question_of(read_chat(chat, pictures=True))
     except ValueError as error:
         raise BadRowError(f"prompt: {error}") from error
     found: dict[str, Any] = {"prompt": [as_json(message) for message in asked]}

@@ -209,7 +209,7 @@ def test_calls_are_read_in_each_form_and_written_so_that_they_are_read_again() -
         ([{"role": "user", "content": 3}], "message 1 .* has the content 3: write a text"),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
-            "a part of type 'image_url' without a picture",
+            "a part of type 'image_url', and texts alone are read here",
         ),
         (
             [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}],
