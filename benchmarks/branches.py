@@ -65,13 +65,20 @@ class Problem:
     """Steps of a run with groups of eight."""
     before: int
     """Branches leave before this turn: a usual length of episodes."""
+    settings: tuple[str, ...] = ()
+    """What differs from the example."""
 
 
 PROBLEMS = {
     "frozen_lake": Problem("frozen_lake.yaml", steps=12, before=5),
     "search": Problem("learn/search.yaml", steps=16, before=3),
     "sokoban": Problem("learn/sokoban.yaml", steps=12, before=6),
-    "repair": Problem("repair.yaml", steps=16, before=2),
+    "repair": Problem(
+        "repair.yaml",
+        steps=16,
+        before=2,
+        settings=("env.options.sandbox={name: benchmarks.sed_sandbox:SedSandboxes}",),
+    ),
 }
 
 
@@ -90,8 +97,10 @@ class Curve:
 def imitated(name: str, seed: int) -> Path:
     """The folder of the model that all ways begin with. Its run has one step, which none sees."""
     folder = Path(f"runs/branches-{name}-imitated-{seed}")
+    problem = PROBLEMS[name]
     settings = [f"seed={seed}", "steps=1", "rollout.groups_per_step=1", "evaluation.tasks=1"]
-    return run_to_end(folder, EXAMPLES / PROBLEMS[name].config, settings) / "demonstrations"
+    settings += problem.settings
+    return run_to_end(folder, EXAMPLES / problem.config, settings) / "demonstrations"
 
 
 def trained(name: str, arm: str, seed: int) -> Path:
@@ -107,6 +116,7 @@ def trained(name: str, arm: str, seed: int) -> Path:
         "rollout.groups_per_step=16",
         f"evaluation.every={max(1, count // EVALUATIONS)}",
         *ARMS[arm].settings,
+        *problem.settings,
     ]
     if arm == "branches":
         where = f"{{at: uniform, width: 1, budget: 1, before: {problem.before}}}"
