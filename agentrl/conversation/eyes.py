@@ -1,10 +1,11 @@
 """`Eyes`: how a model that sees has pictures written in its prompts.
 
-A chat template writes one placeholder for each picture. The family's processor puts as many there
-as the picture has rows of features, in some families with marks around and between them, and those
-are the tokens of the prompt. The text of others holds no placeholder, since it is guarded like all
-control tokens (`agentrl.conversation.control_tokens`), so those of a rendered text are the pictures
-of its messages, in order.
+A chat template writes one placeholder for each picture, or, in some families, the mark of its
+beginning. The family's processor puts as many placeholders there as the picture has rows of
+features, in some families with marks around and between them, and those are the tokens of the
+prompt. The text of others holds neither, since they are guarded like all control tokens
+(`agentrl.conversation.control_tokens`), so those of a rendered text are the pictures of its
+messages, in order.
 """
 
 import json
@@ -16,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.errors import ConfigError, ImagesRefusedError
-from agentrl.models.vision_families import FAMILIES, FamilyFiles
+from agentrl.errors import ImagesRefusedError
+from agentrl.models.vision_families import FAMILIES, FamilyFiles, image_processor
 from agentrl.tokens.arrays import IntArray
 from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.tokens.placed_images import PlacedImage
@@ -31,23 +32,14 @@ class Eyes:
     """
 
     def __init__(self, folder: Path, config: Any, tokenizer: Any) -> None:
-        from transformers import AutoImageProcessor
-
         self._id: int = config.image_token_id
         self.placeholder: str = tokenizer.convert_ids_to_tokens(self._id)
-        """Its text, of which a template writes one for each picture."""
-        try:
-            # Pillow's everywhere: torchvision would make other pixels on machines that have it.
-            processor = AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True, backend="pil"
-            )
-        except (OSError, ValueError, ImportError) as error:
-            raise ConfigError(
-                f"{folder} has no image processor that transformers can read"
-                f" (preprocessor_config.json): {error}. Copy the file from the model's own folder"
-            ) from error
-        files = FamilyFiles(config, tokenizer, processor, self.placeholder)
-        self._write = FAMILIES[config.model_type].written(files)
+        """The text of the token that stands for a row of features."""
+        family = FAMILIES[config.model_type]
+        files = FamilyFiles(config, tokenizer, image_processor(folder), self.placeholder)
+        self.asked = family.asked(files)
+        """What a template writes for each picture: the placeholder, in most families."""
+        self._write = family.written(files)
         self._written = lru_cache(maxsize=256)(self._written_of)
         self._count = lru_cache(maxsize=4096)(self._count_of)
 
@@ -67,16 +59,17 @@ class Eyes:
         return cls(folder, config, tokenizer)
 
     def expanded(self, text: str, images: Sequence[EncodedImage]) -> str:
-        """A rendered text in which each placeholder is what the family writes for its picture.
+        """A rendered text with what the family writes for each picture, where the template has
+        asked for it.
 
         Raises:
             ImagesRefusedError: the template has not written one for each picture, or the model's
                 image processor takes no picture of this shape.
         """
-        pieces = text.split(self.placeholder)
+        pieces = text.split(self.asked)
         if len(pieces) != len(images) + 1:
             raise ImagesRefusedError(
-                f"the chat template writes {len(pieces) - 1} placeholders for {len(images)}"
+                f"the chat template writes {self.asked} {len(pieces) - 1} times for {len(images)}"
                 " pictures: name a template of the model's family in model.chat_template"
             )
         written = [pieces[0]]

@@ -436,7 +436,8 @@ class TemplateRenderer:
         plain = {token.text for token in self._added.values() if not token.special}
         called = find(self._template.call(PROBE_CALL)[1] + PROBE_CALL.render())
         within = (plain | called) - find(self._template.frames())
-        steering = {*self._template.stops, *([self._eyes.placeholder] if self._eyes else [])}
+        eyes = [self._eyes.placeholder, self._eyes.asked] if self._eyes else []
+        steering = {*self._template.stops, *eyes}
         return frozenset((within | find("".join(self._marks or ()))).difference(steering))
 
     def read(

@@ -52,6 +52,7 @@ from agentrl.settings.base import Settings
 from agentrl.settings.precision import EngineDtype, resolve_dtype
 from agentrl.tokens.arrays import IntArray, Ragged, floats, ints
 from agentrl.tokens.expert_choices import ExpertChoices
+from agentrl.tokens.placed_images import whole_pictures
 from agentrl.trajectory import Completion, FinishReason
 from agentrl.weights.shipment import Reader, Shipment, shipment_of
 
@@ -221,6 +222,7 @@ class LocalEngine(Engine):
         self._live_ids: set[str] = set()
         self._slots = SlotTable(config.max_batch)
         self._picture_keys = PictureKeys()
+        self._sees_both_ways = False
         self._experts = SlotExperts()
         self._keeps_experts = False
         self._openings = Openings()
@@ -247,6 +249,7 @@ class LocalEngine(Engine):
 
     async def __aenter__(self) -> Self:
         self._model = self._load()
+        self._sees_both_ways = self._model.sees_both_ways
         limit = self._model.max_positions
         if self._config.max_context is not None and self._config.max_context > limit:
             raise ConfigError(
@@ -642,8 +645,10 @@ class LocalEngine(Engine):
             source = self._copied_from(live, rows)
             start = live.cached if source is None else len(live.request.prompt_ids) - 1
             stop = min(start + budget, len(live.tokens))
-            if start == stop:
+            if start >= stop:
                 break
+            if self._sees_both_ways:
+                stop = whole_pictures(live.request.images, start, stop)
             budget -= stop - start
             request = live.request
             rows[live] = StepRow(

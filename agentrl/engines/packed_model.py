@@ -11,7 +11,8 @@ blocks of rows of similar size.
 
 Of a model that sees, the language model is called with embeddings, in which the features of
 pictures stand in place of their placeholders. Its positions may have three axes (M-RoPE), and are
-then not the places of the tokens in the cache.
+then not the places of the tokens in the cache. In families whose pictures are seen in both
+directions (Gemma 3), a step has to reach the end of each picture that it computes tokens of.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -113,7 +114,8 @@ class _Block:
 
     `rows` are their slots, as a slice if the slots are adjacent, which saves a copy of their KV.
     Rows of unequal size are padded by `pad_RT` (indices into the packed tokens) and unpadded by
-    `unpad_N` (indices into R x T).
+    `unpad_N` (indices into R x T). `positions_RT`: the places of the tokens in the cache.
+    `last_RT`: the last place that each of them sees.
     """
 
     first: int
@@ -122,21 +124,20 @@ class _Block:
     shape_RT: tuple[int, int]
     length: int
     positions_RT: Tensor
+    last_RT: Tensor
     pad_RT: Tensor | None
     unpad_N: Tensor | None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask_R1TL(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """0 for the cached tokens that a new one sees: those up to itself, or the last `window` of
-        them; else -inf.
+        """0 for the cached tokens that a new one sees: those up to the last one, of which a window
+        hides those that are `window` or more tokens before itself; else -inf.
         """
         if window not in self.masks:
-            behind_RTL = self.positions_RT[..., None] - torch.arange(
-                self.length, device=self.positions_RT.device
-            )
-            hidden_RTL = (
-                behind_RTL < 0 if window is None else (behind_RTL < 0) | (behind_RTL >= window)
-            )
+            places_L = torch.arange(self.length, device=self.positions_RT.device)
+            hidden_RTL = places_L > self.last_RT[..., None]
+            if window is not None:
+                hidden_RTL |= places_L <= self.positions_RT[..., None] - window
             mask_RTL = torch.zeros(hidden_RTL.shape, dtype=dtype, device=hidden_RTL.device)
             self.masks[window] = mask_RTL.masked_fill_(hidden_RTL, float("-inf"))[:, None]
         return self.masks[window]
@@ -358,6 +359,13 @@ class PackedModel:
     def sees(self) -> bool:
         """True if it reads pictures."""
         return self._vision is not None
+
+    @property
+    def sees_both_ways(self) -> bool:
+        """True if a picture's tokens see each other in both directions: a step computes all of
+        them that are not cached, or none.
+        """
+        return self._vision is not None and self._vision.both_ways != "nowhere"
 
     def positions(self, prompt_ids: IntArray, images: Sequence[PlacedImage]) -> IntArray | None:
         """The positions of a prompt with pictures by time, height and width, shape (3, T); None if
@@ -723,7 +731,8 @@ class PackedModel:
         counts = np.asarray([len(row.token_ids) for row in rows])
         width, length = int(counts.max()), max(row.stop for row in rows)
         starts = np.asarray([row.start for row in rows])
-        positions_RT = self._tensor(starts[:, None] + np.arange(width))
+        positions_RT = starts[:, None] + np.arange(width)
+        last_RT = self._last_seen(rows, positions_RT)
         slots = np.asarray([row.slot for row in rows])
         neighbours = slots[-1] - slots[0] == len(rows) - 1 and bool((np.diff(slots) == 1).all())
         pad_RT, unpad_N = None, None
@@ -740,10 +749,29 @@ class PackedModel:
             slice(int(slots[0]), int(slots[-1]) + 1) if neighbours else self._tensor(slots),
             (len(rows), width),
             length,
-            positions_RT,
+            self._tensor(positions_RT),
+            self._tensor(last_RT),
             pad_RT,
             unpad_N,
         )
+
+    def _last_seen(
+        self, rows: Sequence[StepRow], positions_RT: np.ndarray[Any, Any]
+    ) -> np.ndarray[Any, Any]:
+        """The last place that each token sees: its own, or the end of its picture in families whose
+        pictures are seen in both directions.
+        """
+        if not (self.sees_both_ways and any(row.images for row in rows)):
+            return positions_RT
+        last_RT = positions_RT.copy()
+        for row, last_T in zip(rows, last_RT, strict=True):
+            for placed in row.images:
+                if placed.start < row.stop:
+                    assert placed.stop <= row.stop, "a step ends inside of a picture"
+                    last_T[max(placed.start - row.start, 0) : max(placed.stop - row.start, 0)] = (
+                        placed.stop - 1
+                    )
+        return last_RT
 
     def _reserve(self, rows: Sequence[StepRow]) -> tuple[int, int]:
         """The slots and length that the cache must have. Both grow by doubling, so that growing is

@@ -19,7 +19,7 @@ import numpy as np
 
 from agentrl.errors import ConfigError
 from agentrl.models.optional_fields import optional_field
-from agentrl.models.vision_families import FAMILIES
+from agentrl.models.vision_families import FAMILIES, BothWays, image_processor
 from agentrl.tokens.arrays import IntArray
 from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.tokens.placed_images import PlacedImage
@@ -27,11 +27,10 @@ from agentrl.tokens.placed_images import PlacedImage
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ONE_WAY = (
-    "lets the tokens of a picture see each other in both directions, and attention here looks back"
-    " only"
-)
-_REFUSED = {"gemma3": _ONE_WAY, "gemma4": _ONE_WAY, "paligemma": _ONE_WAY}
+_REFUSED = {
+    "paligemma": "lets the tokens of a prompt see each other in both directions, and not those of a"
+    " picture alone"
+}
 """Why others are not, where there is a reason."""
 _LANGUAGE = ("language_model", "text_model")
 _TOWERS = ("visual", "vision_tower", "vision_model")
@@ -46,9 +45,9 @@ def sees(config: Any) -> bool:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     known = type(config)
-    return (
-        known in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and known not in MODEL_FOR_CAUSAL_LM_MAPPING
-    )
+    # transformers loads some families with their towers as causal language models, too.
+    is_text = known in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in FAMILIES
+    return known in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not is_text
 
 
 def auto_class(config: Any) -> Any:
@@ -136,20 +135,11 @@ class Vision:
     """
 
     def __init__(self, model: Any, folder: Path) -> None:
-        from transformers import AutoImageProcessor
-
         check_family(model.config)
         self._model = model
-        try:
-            # Pillow's everywhere: torchvision would make other pixels on machines that have it.
-            self._processor = AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True, backend="pil"
-            )
-        except (OSError, ValueError, ImportError) as error:
-            raise ConfigError(
-                f"{folder} has no image processor that transformers can read"
-                f" (preprocessor_config.json): {error}. Copy the file from the model's own folder"
-            ) from error
+        self._processor = image_processor(folder)
+        self.both_ways: BothWays = FAMILIES[model.config.model_type].both_ways
+        """Where the tokens of a picture see each other in both directions."""
         self.placeholder: int = optional_field(model.config, "image_token_id")
         """The token that stands for a row of features."""
 

@@ -8,10 +8,17 @@ and pixels at once, and need packages for videos.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
+
+from agentrl.errors import ConfigError
 
 Written = Callable[[int, int], str]
 """The text of a picture of a height and a width, with its placeholders."""
+BothWays = Literal["nowhere", "everywhere"]
+"""In which layers the tokens of a picture see each other in both directions: besides what is before
+it, each of them sees all of its picture that its layer's window reaches.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,24 @@ def _tiles_in_rows(files: FamilyFiles) -> Written:
     return written
 
 
+def _between_breaks(files: FamilyFiles) -> Written:
+    """Gemma 3: as many for each picture, between two marks and empty lines."""
+    begin, end = files.tokenizer.convert_ids_to_tokens(
+        [files.config.boi_token_id, files.config.eoi_token_id]
+    )
+    text = f"\n\n{begin}{files.placeholder * files.config.mm_tokens_per_image}{end}\n\n"
+    return lambda height, width: text
+
+
+def _placeholder(files: FamilyFiles) -> str:
+    return files.placeholder
+
+
+def _begin_mark(files: FamilyFiles) -> str:
+    mark: str = files.tokenizer.convert_ids_to_tokens(files.config.boi_token_id)
+    return mark
+
+
 def _in_squares(config: Any) -> float:
     return float(config.vision_config.spatial_merge_size**2)
 
@@ -84,18 +109,27 @@ def _by_scale(config: Any) -> float:
     return float(config.scale_factor**2)
 
 
+def _pooled(config: Any) -> float:
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    return float(side**2 / config.mm_tokens_per_image)
+
+
 @dataclass(frozen=True, slots=True)
 class SeeingFamily:
     """A family. `written`: how it writes pictures. `patches`: how many patches of the tower a token
-    stands for, by the model's config.
+    stands for, by the model's config. `asked`: what a chat template writes for a picture, which is
+    replaced by that.
     """
 
     written: Callable[[FamilyFiles], Written]
     patches: Callable[[Any], float]
+    asked: Callable[[FamilyFiles], str] = _placeholder
+    both_ways: BothWays = "nowhere"
 
 
 _QWEN, _IDEFICS = SeeingFamily(_merged, _in_squares), SeeingFamily(_tiles_in_rows, _by_scale)
 FAMILIES: Mapping[str, SeeingFamily] = {
+    "gemma3": SeeingFamily(_between_breaks, _pooled, _begin_mark, "everywhere"),
     "idefics3": _IDEFICS,
     "internvl": SeeingFamily(_tiles_in_a_row, _in_tiles),
     "qwen2_5_vl": _QWEN,
@@ -105,4 +139,36 @@ FAMILIES: Mapping[str, SeeingFamily] = {
 }
 """By `model_type` of their configs."""
 
-__all__ = ["FAMILIES", "FamilyFiles", "SeeingFamily", "Written"]
+
+def image_processor(folder: Path) -> Any:
+    """The image processor of the model in a folder.
+
+    Raises:
+        ConfigError: the folder has none that can be read, or one that cuts crops out of pictures.
+    """
+    from transformers import AutoImageProcessor
+
+    try:
+        # Pillow's everywhere: torchvision would make other pixels on machines that have it.
+        found = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"{folder} has no image processor that transformers can read"
+            f" (preprocessor_config.json): {error}. Copy the file from the model's own folder"
+        ) from error
+    if getattr(found, "do_pan_and_scan", None):  # Gemma's own processor asks for none, either
+        raise ConfigError(
+            f"{folder}/preprocessor_config.json: do_pan_and_scan adds crops to a picture, which are"
+            " not written here: write false"
+        )
+    return found
+
+
+__all__ = [
+    "FAMILIES",
+    "BothWays",
+    "FamilyFiles",
+    "SeeingFamily",
+    "Written",
+    "image_processor",
+]

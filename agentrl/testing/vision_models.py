@@ -1,6 +1,6 @@
 """Makes tiny, randomly initialised models that see, in the Hugging Face format."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -8,7 +8,9 @@ from typing import Any, Literal, get_args
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import MAX_POSITIONS, train_tokenizer
 
-VisionFamily = Literal["idefics3", "internvl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm"]
+VisionFamily = Literal[
+    "gemma3", "idefics3", "internvl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm"
+]
 _HIDDEN = 64
 
 
@@ -59,7 +61,27 @@ _IDEFICS = _Dialect(
     ),
     "<image>",
 )
+_GEMMA = _Dialect(
+    "<bos>{% if messages[0]['role'] == 'system' %}{% if messages[0]['content'] is string %}"
+    "{% set first = messages[0]['content'] + '\n\n' %}{% else %}"
+    "{% set first = messages[0]['content'][0]['text'] + '\n\n' %}{% endif %}"
+    "{% set turns = messages[1:] %}{% else %}{% set first, turns = '', messages %}{% endif %}"
+    "{% for message in turns %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/...') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n"
+    "{{ first if loop.first }}{% if message['content'] is string %}"
+    "{{ message['content'] | trim }}{% else %}{% for item in message['content'] %}"
+    "{% if item['type'] == 'image' %}<start_of_image>"
+    "{% elif item['type'] == 'text' %}{{ item['text'] | trim }}{% endif %}{% endfor %}{% endif %}"
+    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    (
+        *("<pad>", "<end_of_turn>", "<start_of_turn>", "<bos>"),
+        *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    ),
+    "<image_soft_token>",
+)
 _DIALECTS: Mapping[str, _Dialect] = {
+    "gemma3": _GEMMA,
     "idefics3": _IDEFICS,
     "internvl": _INTERN,
     "qwen2_5_vl": _QWEN,
@@ -81,8 +103,8 @@ def create_tiny_vision_model(
     float32.
 
     Of Qwen, a picture is at most `most_tokens` tokens, and each stands for 28 x 28 pixels (32 x 32
-    in qwen3_vl); of the others, it is up to four tiles of 28 x 28 and the whole one, each with four
-    tokens. The same arguments give the same files; no global random state is touched.
+    in qwen3_vl); of Gemma, it is sixteen, which are more than a window; of the others, it is up to
+    four tiles of 28 x 28 and the whole one, each with four tokens. The same arguments give the same files; no global random state is touched.
 
     Raises:
         ConfigError: `folder` is not empty, or the family is unknown.
@@ -113,6 +135,8 @@ def create_tiny_vision_model(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        if family == "gemma3":  # whose projector would begin with zeros
+            model.model.multi_modal_projector.mm_input_projection_weight.data.normal_(std=32**-0.5)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     GenerationConfig(
@@ -123,6 +147,7 @@ def create_tiny_vision_model(
 
 
 def _processor(family: VisionFamily, config: Any, most_tokens: int) -> Any:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
     from transformers.models.idefics3.image_processing_pil_idefics3 import (
         Idefics3ImageProcessorPil,
@@ -130,6 +155,8 @@ def _processor(family: VisionFamily, config: Any, most_tokens: int) -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+    if family == "gemma3":
+        return Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
     if family == "internvl":
         size = {"height": 28, "width": 28}
         return GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, max_patches=4)
@@ -166,6 +193,8 @@ def _config(family: VisionFamily, tokenizer: Any) -> Any:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    if family == "gemma3":
+        return _of_gemma(text, number)
     common: dict[str, Any] = {
         "tie_word_embeddings": True,
         "image_token_id": number(_DIALECTS[family].placeholder),
@@ -198,6 +227,32 @@ def _config(family: VisionFamily, tokenizer: Any) -> Any:
         vision_start_token_id=number("<|vision_start|>"),
         vision_end_token_id=number("<|vision_end|>"),
         **common,
+    )
+
+
+def _of_gemma(text: Mapping[str, Any], number: Callable[[str], int]) -> Any:
+    from transformers import Gemma3Config
+
+    own = {"query_pre_attn_scalar": 16, "sliding_window": 12, "rope_parameters": None}
+    layers = ["sliding_attention", "full_attention"]
+    return Gemma3Config(
+        text_config={**text, **own, "layer_types": layers},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 2,
+            "image_size": 56,
+            "patch_size": 7,
+            "vision_use_head": False,
+        },
+        mm_tokens_per_image=16,
+        image_token_index=number(_GEMMA.placeholder),
+        boi_token_index=number("<start_of_image>"),
+        eoi_token_index=number("<end_of_image>"),
+        tie_word_embeddings=True,
+        eos_token_id=text["eos_token_id"],
+        pad_token_id=text["pad_token_id"],
     )
 
 

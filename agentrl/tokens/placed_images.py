@@ -50,6 +50,16 @@ def images_from(images: Iterable[PlacedImage], start: int) -> tuple[PlacedImage,
     return tuple(image for image in images if image.start >= start)
 
 
+def whole_pictures(images: Iterable[PlacedImage], start: int, stop: int) -> int:
+    """The end nearest to `stop` of tokens from `start` on that is inside of no picture: before the
+    picture there, or after it, if the tokens would begin with it.
+    """
+    for image in images:
+        if image.start < stop < image.stop:
+            return image.start if image.start > start else image.stop
+    return stop
+
+
 def shared_length(one: tuple[PlacedImage, ...], other: tuple[PlacedImage, ...], length: int) -> int:
     """The number of tokens that two contexts have in common, whose first `length` tokens are equal.
 

@@ -58,10 +58,11 @@ def by_processor(folder: Path, chat: list[dict[str, Any]], *images: EncodedImage
     if config.model_type in ("idefics3", "smolvlm"):
         chat = [in_parts(message) for message in chat]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    asked = MARKS.get(config.model_type, placeholder)
     for one in opened:
         written = WRITTEN[config.model_type](processor, one, placeholder)
-        text = text.replace(placeholder, written.replace(placeholder, "<|later|>"), 1)
-    ids: list[int] = tokenizer(text.replace("<|later|>", placeholder))["input_ids"]
+        text = text.replace(asked, written.replace(asked, "<|later|>"), 1)
+    ids: list[int] = tokenizer(text.replace("<|later|>", asked))["input_ids"]
     return ids
 
 
@@ -107,7 +108,21 @@ def by_rows(processor: Any, image: Image.Image, placeholder: str) -> str:
     return Idefics3Processor.replace_image_token(own, made, 0)
 
 
+def between_breaks(processor: Any, image: Image.Image, placeholder: str) -> str:
+    """The same of Gemma 3."""
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+    own: Any = SimpleNamespace(
+        full_image_sequence=f"\n\n<start_of_image>{placeholder * 16}<end_of_image>\n\n"
+    )
+    made = processor(images=[image], return_tensors="np")
+    return Gemma3Processor.replace_image_token(own, made, 0)
+
+
+MARKS = {"gemma3": "<start_of_image>"}
+"""What a template writes for a picture, if it is no placeholder."""
 WRITTEN: Mapping[str, Callable[[Any, Image.Image, str], str]] = {
+    "gemma3": between_breaks,
     "idefics3": by_rows,
     "internvl": by_tiles,
     "qwen2_5_vl": by_grid,
@@ -191,7 +206,7 @@ def test_the_size_alone_says_what_the_processor_makes_of_a_picture(
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     opened = Image.open(BytesIO(image.data))
     expected = WRITTEN[family](processor, opened, eyes.placeholder)
-    assert eyes.expanded(eyes.placeholder, [image]) == expected
+    assert eyes.expanded(eyes.asked, [image]) == expected
 
 
 @cache

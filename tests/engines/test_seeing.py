@@ -53,7 +53,7 @@ class Family:
         images = [part for part in parts if isinstance(part, EncodedImage)]
         for part in parts:
             if isinstance(part, EncodedImage):
-                written = self.eyes.expanded(self.eyes.placeholder, [part])
+                written = self.eyes.expanded(self.eyes.asked, [part])
                 ids += [3, *self.tokenizer.encode(written, add_special_tokens=False), 4]
             else:
                 ids += part
@@ -100,9 +100,25 @@ class Family:
                         for one in deeper
                     ],
                 }
+        if self.model.config.model_type == "gemma3" and images:
+            more["attention_mask"] = own_masks(self.model, embedded_1TE, shows_1T)
         decoder = language_model(self.model)
         states_1TE = decoder(inputs_embeds=embedded_1TE, use_cache=False, **more)[0]
         return self.model.lm_head(states_1TE[0, -1])
+
+
+def own_masks(model: Any, embedded_1TE: Any, shows_1T: Any) -> Any:
+    """Those that Gemma 3 makes of a context whose pictures are shown there."""
+    from transformers.models.gemma3 import modeling_gemma3
+
+    return modeling_gemma3.create_masks_for_vision_model(
+        model.config.get_text_config(),
+        embedded_1TE,
+        None,
+        None,
+        None,
+        modeling_gemma3.get_block_sequence_ids_for_mask(shows_1T.int()),
+    )
 
 
 def request(name: str, context: Context, **more: Any) -> GenerateRequest:

@@ -9,7 +9,7 @@ sliding window, a soft cap or sinks are computed in pieces of a few hundred quer
 computed again in the backward pass; on GPUs, those with a cap or sinks by one kernel (`flex`).
 
 If samples share a prefix, the sequence has its tokens once, and the segments of all of these
-samples take them.
+samples take them. Tokens of pictures may see all of their picture (`whole_pictures`).
 
 transformers calls `attend` in every attention layer of a model that was loaded with
 `attn_implementation=ATTENTION`. Dimension suffixes: S tokens of the sequence, T of all segments, H
@@ -37,6 +37,7 @@ from agentrl.trainers.compute import flex
 from agentrl.trainers.compute.context import ContextSlice, check_heads
 from agentrl.trainers.compute.needed import Needed
 from agentrl.trainers.compute.prefixes import SharedPrefixes
+from agentrl.trainers.compute.whole_pictures import PictureSpan, WholePictures
 
 ATTENTION = "agentrl_segments"
 SIMILAR = 0.75
@@ -77,6 +78,7 @@ class Segments:
     segments, and `computed_S` where the segments have each token of the sequence. `needed`: the
     tokens whose results the last layer needs, if they are few. `context`: this rank's slice of the
     sequence, if its tokens are cut over several ranks; the segments are those of all of it.
+    `pictures`: those whose tokens see each other in both directions.
     """
 
     blocks: tuple[Block, ...]
@@ -86,6 +88,7 @@ class Segments:
     computed_S: Tensor | None = None
     needed: Needed | None = None
     context: ContextSlice | None = None
+    pictures: WholePictures | None = None
     block_masks: dict[int | None, BlockMask] = field(default_factory=dict, compare=False)
     """Masks for `flex` that layers have asked for, by their window."""
 
@@ -96,21 +99,27 @@ class Segments:
         shared: SharedPrefixes | None = None,
         needed_P: IntArray | None = None,
         context: ContextSlice | None = None,
+        pictures: Sequence[PictureSpan] = (),
     ) -> "Segments":
         """The segments of these lengths, end to end. They make the fewest blocks if sorted by
         length.
 
         `needed_P`: the places in the sequence of the tokens that the last layer needs; by default
-        all.
+        all. `pictures`: those whose tokens see each other in both directions.
         """
+        whole = WholePictures.of(pictures, device, shared, needed_P)
+        if whole is not None and whole.needed:
+            needed_P = None
         places_T = None if shared is None else torch.from_numpy(shared.places_T).long()
         blocks = tuple(_block(first, run, places_T, device) for first, run in _runs(lengths))
         borders = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         needed = None if needed_P is None else Needed.of(needed_P, lengths, blocks, device, shared)
+        found = Segments(
+            blocks, borders, max(lengths), needed=needed, context=context, pictures=whole
+        )
         if shared is None or places_T is None:
-            return Segments(blocks, borders, max(lengths), needed=needed, context=context)
+            return found
         computed_S = torch.from_numpy(shared.computed_S).long()
-        found = Segments(blocks, borders, max(lengths), needed=needed, context=context)
         return replace(found, places_T=places_T.to(device), computed_S=computed_S.to(device))
 
 
@@ -157,25 +166,77 @@ def attend(
         }
         out, _ = attend(module, query, key, value, attention_mask, **options)
         return context.to_tokens(out), None
+    out_1SHD = _looking_back(query, key, value, segments=segments, s_aux=s_aux, **options)
+    if segments.pictures is None or (needed_only and not segments.pictures.needed):
+        return out_1SHD, None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    whole = partial(_to_whole_picture, _Kind(scale, None, softcap), s_aux)
+    return segments.pictures.seen(
+        out_1SHD, (query, key, value), segments.places_T, sliding_window, whole
+    ), None
+
+
+def _to_whole_picture(
+    kind: "_Kind",
+    s_aux: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen_QC: Tensor | None,
+) -> Tensor:
+    """See `whole_pictures.Attention`."""
+    query, key, value = (x.to(_precision(x)) for x in (query, key, value))
+    if kind.softcap is not None or s_aux is not None:
+        if seen_QC is None:
+            seen_QC = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).to(key.device)
+        found: Tensor = checkpoint(
+            _scored, query, key, value, seen_QC, kind, s_aux, use_reentrant=False
+        )
+        return found
+    gqa = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=seen_QC, scale=kind.scale, enable_gqa=gqa
+    )
+
+
+def _looking_back(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    segments: Segments,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    needed_only: bool,
+) -> Tensor:
+    """Attention of each token to its segment up to itself: as `attend` without its checks."""
     narrower = query.shape[-1] - value.shape[-1]
     if narrower > 0:  # as DeepSeek's; for sizes that differ, torch builds all scores
         padded = torch.nn.functional.pad(value, (0, narrower))
-        out, _ = attend(
-            module, query, key, padded, attention_mask, segments=segments, s_aux=s_aux, **options
+        out = _looking_back(
+            query,
+            key,
+            padded,
+            segments=segments,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            s_aux=s_aux,
+            needed_only=needed_only,
         )
-        return out[..., :-narrower], None
+        return out[..., :-narrower]
     flash = _flash(query) if softcap is None and s_aux is None else None
     if flash is not None:
         return _once(
             segments, _at_once(flash, (query, key, value), segments, scaling, sliding_window)
-        ), None
+        )
     if softcap is not None or s_aux is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if (kernel := _flex(query)) is not None:
             kind = _Kind(scale, sliding_window, softcap)
-            return _once(
-                segments, _by_flex(kernel, (query, key, value), segments, kind, s_aux)
-            ), None
+            return _once(segments, _by_flex(kernel, (query, key, value), segments, kind, s_aux))
     if (
         needed_only
         and segments.needed
@@ -183,7 +244,7 @@ def attend(
         and softcap is None
         and s_aux is None
     ):
-        return _of_needed(segments.needed, (query, key, value), segments, scaling)[None], None
+        return _of_needed(segments.needed, (query, key, value), segments, scaling)[None]
     outputs = []
     for block in segments.blocks:
         query_RHLD, key_RKLD, value_RKLD = (_of_block(block, x) for x in (query, key, value))
@@ -201,7 +262,7 @@ def attend(
             )
         out_NHD = out_RHLD.transpose(1, 2).flatten(0, 1)
         outputs.append(out_NHD if block.kept_N is None else out_NHD.index_select(0, block.kept_N))
-    return _once(segments, outputs[0] if len(outputs) == 1 else torch.cat(outputs)), None
+    return _once(segments, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
 
 AttentionInterface.register(ATTENTION, attend)
@@ -463,17 +524,29 @@ def _piece(
     query_RHQD: Tensor, key_RKCD: Tensor, value_RKCD: Tensor, kind: _Kind, s_aux: Tensor | None
 ) -> Tensor:
     """Attention of queries to the columns up to themselves."""
+    behind_QC = kind.offset + torch.arange(query_RHQD.shape[2], device=query_RHQD.device)[:, None]
+    behind_QC = behind_QC - torch.arange(key_RKCD.shape[2], device=query_RHQD.device)[None]
+    seen_QC = (
+        behind_QC >= 0 if kind.window is None else (behind_QC >= 0) & (behind_QC < kind.window)
+    )
+    return _scored(query_RHQD, key_RKCD, value_RKCD, seen_QC, kind, s_aux)
+
+
+def _scored(
+    query_RHQD: Tensor,
+    key_RKCD: Tensor,
+    value_RKCD: Tensor,
+    seen_QC: Tensor,
+    kind: _Kind,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention of queries to the columns that each sees."""
     rows, heads, queries, size = query_RHQD.shape
     groups = heads // key_RKCD.shape[1]
     query_RKGQD = query_RHQD.reshape(rows, -1, groups, queries, size)
     scores = kind.scale * query_RKGQD.float() @ key_RKCD.float().transpose(2, 3)[:, :, None]
     if kind.softcap is not None:
         scores = kind.softcap * torch.tanh(scores / kind.softcap)
-    behind_QC = kind.offset + torch.arange(queries, device=scores.device)[:, None]
-    behind_QC = behind_QC - torch.arange(key_RKCD.shape[2], device=scores.device)[None]
-    seen_QC = (
-        behind_QC >= 0 if kind.window is None else (behind_QC >= 0) & (behind_QC < kind.window)
-    )
     scores = scores.masked_fill(~seen_QC, float("-inf"))
     if s_aux is None:
         shares = scores.softmax(-1)

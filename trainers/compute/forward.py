@@ -151,7 +151,9 @@ def to_device(
     needed_P = None if balance else ints(np.unique(predictors_N))
     computed = slice(None) if shared is None else shared.computed_S
     part = None if context is None else ContextSlice(context, micro_batch.computed_tokens)
-    segments = Segments.of(lengths_M.tolist(), device, shared, needed_P, part)
+    seen = reader if reader and micro_batch.sees else None
+    spans = () if seen is None else seen.both_ways(samples)
+    segments = Segments.of(lengths_M.tolist(), device, shared, needed_P, part, spans)
     own_N: Any = slice(None)
     own = None
     if part is not None:
@@ -173,9 +175,7 @@ def to_device(
     def slice_of(values_S: Any) -> Tensor:
         return move(values_S if part is None else part.cut(values_S))
 
-    pictures, axes_3S = (
-        reader.read(micro_batch, device) if reader and micro_batch.sees else (None, None)
-    )
+    pictures, axes_3S = (None, None) if seen is None else seen.read(micro_batch, device)
     return DeviceMicroBatch(
         tokens_S=slice_of(samples.tokens_S[computed]),
         positions_S=slice_of(positions_T[computed]),

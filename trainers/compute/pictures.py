@@ -23,6 +23,7 @@ from agentrl.models.vision import PictureInputs, Vision
 from agentrl.tokens.arrays import IntArray
 from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.tokens.placed_images import PlacedImage
+from agentrl.trainers.compute.whole_pictures import PictureSpan
 from agentrl.trainers.packing import MicroBatch
 
 _BLANK_SIDE = 28
@@ -96,6 +97,25 @@ class PictureReader:
         )
         read = Pictures(self.vision, on_device, *(_moved(one, device) for one in (places, rows)))
         return read, None if positions_3T is None else _moved(positions_3T, device)
+
+    def both_ways(self, samples: TrainBatch) -> Sequence[PictureSpan]:
+        """The pictures in the samples whose tokens see each other in both directions.
+
+        Raises:
+            TrainingError: a sample ends inside of one.
+        """
+        if self.vision.both_ways == "nowhere":
+            return ()
+        ends_M = np.cumsum(samples.lengths_M)
+        spans = []
+        for end, length, placed in zip(
+            ends_M.tolist(), samples.lengths_M.tolist(), placed_images(samples), strict=True
+        ):
+            start = end - length
+            spans += [PictureSpan(start, start + one.start, start + one.stop) for one in placed]
+            if placed and placed[-1].stop > length:
+                raise TrainingError("a sample's last loss token is among those of a picture")
+        return spans
 
     def _places(self, samples: TrainBatch) -> tuple[IntArray, IntArray]:
         """The tokens of the samples that stand for pictures, and the row of features of each. The
