@@ -103,8 +103,9 @@ def create_tiny_vision_model(
     float32.
 
     Of Qwen, a picture is at most `most_tokens` tokens, and each stands for 28 x 28 pixels (32 x 32
-    in qwen3_vl); of Gemma, it is sixteen, which are more than a window; of the others, it is up to
-    four tiles of 28 x 28 and the whole one, each with four tokens. The same arguments give the same files; no global random state is touched.
+    in qwen3_vl); of Gemma, it is sixteen tokens, which are more than a window; of the others, it is
+    up to four tiles of 28 x 28 and the whole one, each with four tokens. The same arguments give
+    the same files; no global random state is touched.
 
     Raises:
         ConfigError: `folder` is not empty, or the family is unknown.

@@ -18,6 +18,7 @@ from agentrl.tokens.placed_images import (
     images_until,
     shared_length,
     shifted,
+    whole_pictures,
 )
 from agentrl.trajectory import (
     Completion,
@@ -115,3 +116,12 @@ def test_beginnings_with_other_pictures_have_other_names():
 def test_a_picture_outside_of_the_tokens_is_refused(images):
     with pytest.raises(ValueError, match="the picture at the tokens"):
         GenerateRequest("r", ints([1, 2, 3, 4]), SamplingParams(), images=images)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "end"),
+    [(0, 2, 2), (0, 3, 3), (0, 5, 3), (3, 5, 7), (4, 5, 7), (0, 7, 7), (0, 8, 7), (7, 8, 9)],
+)
+def test_tokens_end_inside_of_no_picture(start: int, stop: int, end: int) -> None:
+    images = (PlacedImage(3, 4, RED), PlacedImage(7, 2, BLUE))
+    assert whole_pictures(images, start, stop) == end

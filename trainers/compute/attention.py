@@ -99,6 +99,7 @@ class Segments:
         shared: SharedPrefixes | None = None,
         needed_P: IntArray | None = None,
         context: ContextSlice | None = None,
+        *,
         pictures: Sequence[PictureSpan] = (),
     ) -> "Segments":
         """The segments of these lengths, end to end. They make the fewest blocks if sorted by
@@ -166,43 +167,41 @@ def attend(
         }
         out, _ = attend(module, query, key, value, attention_mask, **options)
         return context.to_tokens(out), None
-    out_1SHD = _looking_back(query, key, value, segments=segments, s_aux=s_aux, **options)
-    if segments.pictures is None or (needed_only and not segments.pictures.needed):
-        return out_1SHD, None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    whole = partial(_to_whole_picture, _Kind(scale, None, softcap), s_aux)
-    return segments.pictures.seen(
-        out_1SHD, (query, key, value), segments.places_T, sliding_window, whole
-    ), None
+    size = value.shape[-1]
+    if query.shape[-1] > size:  # as DeepSeek's; for sizes that differ, torch builds all scores
+        value = torch.nn.functional.pad(value, (0, query.shape[-1] - size))
+    inputs = (query, key, value)
+    out_1SHD = _looking_back(inputs, segments=segments, s_aux=s_aux, **options)
+    if (pictures := segments.pictures) is not None and (pictures.needed or not needed_only):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        whole = partial(_to_whole_picture, _Kind(scale, None, softcap), s_aux)
+        out_1SHD = pictures.seen(out_1SHD, inputs, segments.places_T, sliding_window, whole)
+    return (out_1SHD if size == query.shape[-1] else out_1SHD[..., :size]), None
 
 
 def _to_whole_picture(
     kind: "_Kind",
     s_aux: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
     seen_QC: Tensor | None,
 ) -> Tensor:
     """See `whole_pictures.Attention`."""
-    query, key, value = (x.to(_precision(x)) for x in (query, key, value))
-    if kind.softcap is not None or s_aux is not None:
-        if seen_QC is None:
-            seen_QC = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).to(key.device)
-        found: Tensor = checkpoint(
-            _scored, query, key, value, seen_QC, kind, s_aux, use_reentrant=False
+    query, key, value = (x.to(_precision(x)) for x in inputs)
+    if kind.softcap is None and s_aux is None:
+        gqa = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=seen_QC, scale=kind.scale, enable_gqa=gqa
         )
-        return found
-    gqa = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=seen_QC, scale=kind.scale, enable_gqa=gqa
+    if seen_QC is None:
+        seen_QC = key.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
+    out: Tensor = checkpoint(
+        _scored, query, key, value, seen_QC, kind=kind, s_aux=s_aux, use_reentrant=False
     )
+    return out
 
 
 def _looking_back(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
     *,
     segments: Segments,
     scaling: float | None,
@@ -211,32 +210,16 @@ def _looking_back(
     s_aux: Tensor | None,
     needed_only: bool,
 ) -> Tensor:
-    """Attention of each token to its segment up to itself: as `attend` without its checks."""
-    narrower = query.shape[-1] - value.shape[-1]
-    if narrower > 0:  # as DeepSeek's; for sizes that differ, torch builds all scores
-        padded = torch.nn.functional.pad(value, (0, narrower))
-        out = _looking_back(
-            query,
-            key,
-            padded,
-            segments=segments,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            s_aux=s_aux,
-            needed_only=needed_only,
-        )
-        return out[..., :-narrower]
+    """Attention of each token to its segment up to itself, (1, S, H, D)."""
+    query, key, value = inputs
     flash = _flash(query) if softcap is None and s_aux is None else None
     if flash is not None:
-        return _once(
-            segments, _at_once(flash, (query, key, value), segments, scaling, sliding_window)
-        )
+        return _once(segments, _at_once(flash, inputs, segments, scaling, sliding_window))
     if softcap is not None or s_aux is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if (kernel := _flex(query)) is not None:
             kind = _Kind(scale, sliding_window, softcap)
-            return _once(segments, _by_flex(kernel, (query, key, value), segments, kind, s_aux))
+            return _once(segments, _by_flex(kernel, inputs, segments, kind, s_aux))
     if (
         needed_only
         and segments.needed
@@ -244,7 +227,7 @@ def _looking_back(
         and softcap is None
         and s_aux is None
     ):
-        return _of_needed(segments.needed, (query, key, value), segments, scaling)[None]
+        return _of_needed(segments.needed, inputs, segments, scaling)[None]
     outputs = []
     for block in segments.blocks:
         query_RHLD, key_RKLD, value_RKLD = (_of_block(block, x) for x in (query, key, value))
@@ -529,7 +512,7 @@ def _piece(
     seen_QC = (
         behind_QC >= 0 if kind.window is None else (behind_QC >= 0) & (behind_QC < kind.window)
     )
-    return _scored(query_RHQD, key_RKCD, value_RKCD, seen_QC, kind, s_aux)
+    return _scored(query_RHQD, key_RKCD, value_RKCD, seen_QC, kind=kind, s_aux=s_aux)
 
 
 def _scored(
@@ -537,6 +520,7 @@ def _scored(
     key_RKCD: Tensor,
     value_RKCD: Tensor,
     seen_QC: Tensor,
+    *,
     kind: _Kind,
     s_aux: Tensor | None,
 ) -> Tensor:

@@ -153,7 +153,7 @@ def to_device(
     part = None if context is None else ContextSlice(context, micro_batch.computed_tokens)
     seen = reader if reader and micro_batch.sees else None
     spans = () if seen is None else seen.both_ways(samples)
-    segments = Segments.of(lengths_M.tolist(), device, shared, needed_P, part, spans)
+    segments = Segments.of(lengths_M.tolist(), device, shared, needed_P, part, pictures=spans)
     own_N: Any = slice(None)
     own = None
     if part is not None:

@@ -114,7 +114,7 @@ class PictureReader:
             start = end - length
             spans += [PictureSpan(start, start + one.start, start + one.stop) for one in placed]
             if placed and placed[-1].stop > length:
-                raise TrainingError("a sample's last loss token is among those of a picture")
+                raise TrainingError("a sample ends inside of a picture")
         return spans
 
     def _places(self, samples: TrainBatch) -> tuple[IntArray, IntArray]:

@@ -21,9 +21,10 @@ from torch import Tensor
 from agentrl.tokens.arrays import IntArray
 from agentrl.trainers.compute.prefixes import SharedPrefixes
 
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""From queries (1, H, Q, D), keys and values (1, K, C, D), and which columns each query sees (Q, C)
-if it does not see all, to (1, H, Q, D).
+Inputs = tuple[Tensor, Tensor, Tensor]
+"""Queries (1, H, Q, D), keys and values (1, K, C, D)."""
+Attention = Callable[[Inputs, Tensor | None], Tensor]
+"""From these, and the columns that each query sees (Q, C), if it does not see all, to (1, H, Q, D).
 """
 
 
@@ -87,7 +88,7 @@ class WholePictures:
     def seen(
         self,
         out_1SHD: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
+        inputs: Inputs,
         places_T: Tensor | None,
         window: int | None,
         attention: Attention,
@@ -95,7 +96,7 @@ class WholePictures:
         """The results of a layer, with those of pictures' tokens by `attention` to all of their
         picture that the window reaches.
 
-        `inputs`: queries (1, H, S, D), keys and values (1, K, S, D). `places_T`: where the sequence
+        `inputs`: those of all tokens of the sequence. `places_T`: where the sequence
         has each token of the segments, if not in their order.
         """
         query, key, value = inputs
@@ -108,9 +109,8 @@ class WholePictures:
             else:
                 own_C = places_T[first : span.stop]
                 key_1KCD, value_1KCD = (x.index_select(2, own_C) for x in (key, value))
-            rows.append(
-                attention(query[:, :, place : place + count], key_1KCD, value_1KCD, seen_QC)
-            )
+            query_1HQD = query[:, :, place : place + count]
+            rows.append(attention((query_1HQD, key_1KCD, value_1KCD), seen_QC))
         of_pictures_1IHD = torch.cat(rows, dim=2).transpose(1, 2).to(out_1SHD.dtype)
         return out_1SHD.index_copy(1, self.places_I, of_pictures_1IHD)
 
