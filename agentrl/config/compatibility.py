@@ -11,6 +11,7 @@ train on what its engine samples, and those of `start` when it starts on this ma
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal
 
@@ -18,7 +19,9 @@ from agentrl.algorithms.own_settings import without_effect
 from agentrl.config.components import component_like
 from agentrl.config.environments import envs_of, shows_pictures
 from agentrl.config.run_config import RunConfig, brings_algorithm
+from agentrl.conversation.eyes import seeing_family
 from agentrl.errors import ConfigError
+from agentrl.models.vision_families import FAMILIES
 from agentrl.plugins import Component
 from agentrl.protocols.algorithm import (
     ActorCritic,
@@ -832,6 +835,23 @@ def trainer_reads_pictures(run: ConfiguredRun) -> str:
     )
 
 
+def engine_gets_whole_models(run: ConfiguredRun) -> str:
+    engine, trainer = run.config.engine, TrainerSettingsOffers.of(run.config.trainer.settings)
+    folder = Path(run.config.model.name)
+    if (
+        EngineOffers.of(engine.factory).reads_images
+        or trainer.lora is not None
+        or (trainer.train_tower and trainer.train_projector)
+        or not (folder.is_dir() and seeing_family(folder) in FAMILIES)
+    ):
+        return ""
+    return (
+        f"model={folder} sees, and engine={engine.name} takes updates of whole models only, in"
+        " which frozen parts are missing: write trainer.train_tower=true and"
+        " trainer.train_projector=true, which take no gradients without pictures, or engine=local"
+    )
+
+
 def engine_reports_experts(run: ConfiguredRun) -> str:
     engine = run.config.engine
     routing = TrainerSettingsOffers.of(run.config.trainer.settings).routing
@@ -956,6 +976,7 @@ RULES = (
     CompatibilityRule(("engine", "trainer.routing"), engine_reports_experts, "training"),
     CompatibilityRule(("engine",), engine_takes_weights, "training"),
     CompatibilityRule(("env", "trainer"), trainer_reads_pictures, "training"),
+    CompatibilityRule(("model", "engine", "trainer"), engine_gets_whole_models, "training"),
     CompatibilityRule(
         ("engine.speculative", "rollout.sampling", "evaluation"),
         proposals_are_sampled_without_min_p,

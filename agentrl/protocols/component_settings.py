@@ -53,6 +53,10 @@ class TrainerSettingsOffers(Offers):
     """Ranks, if there may be several."""
     sees: bool = False
     """It trains on the pictures of a batch, if its model can see."""
+    train_tower: bool = True
+    """The tower of a model that sees is trained; else it is not sent to engines."""
+    train_projector: bool = True
+    """The projector of such a model is trained; else it is not sent to engines."""
     lora: object = None
     """The settings of adapters, if only these are trained."""
     routing: str = "off"

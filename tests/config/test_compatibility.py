@@ -482,6 +482,16 @@ ROWS = [
         ),
     ),
     Row(
+        "engine_gets_whole_models",
+        "model=sees engine=vllm trainer.train_projector=true",
+        "model=sees engine=vllm trainer.train_projector=true trainer.train_tower=true",
+        (
+            "model=sees sees, and engine=vllm takes updates of whole models only, in which frozen"
+            " parts are missing: write trainer.train_tower=true and trainer.train_projector=true,"
+            " which take no gradients without pictures, or engine=local"
+        ),
+    ),
+    Row(
         "proposals_are_sampled_without_min_p",
         "engine=vllm engine.speculative.tokens=2 evaluation.min_p=0.1",
         "engine=vllm engine.speculative.tokens=2 evaluation.top_p=0.9",
@@ -505,9 +515,14 @@ BY_NAME = {rule.name: rule for rule in compatibility.RULES}
 
 
 @pytest.fixture
-def lake(tmp_path: Path) -> Path:
+def lake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config, beside the folder of a model that sees."""
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "run.yaml"
     path.write_text("env: frozen_lake\n")
+    folder = tmp_path / "sees"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
     return path
 
 
