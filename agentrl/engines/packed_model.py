@@ -12,7 +12,8 @@ blocks of rows of similar size.
 Of a model that sees, the language model is called with embeddings, in which the features of
 pictures stand in place of their placeholders. Its positions may have three axes (M-RoPE), and are
 then not the places of the tokens in the cache. In families whose pictures are seen in both
-directions (Gemma 3), a step has to reach the end of each picture that it computes tokens of.
+directions (Gemma 3, Gemma 4), a step has to reach the end of each picture that it computes tokens
+of.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ from agentrl.models.vision import (
     auto_class,
     has_axes,
     language_model,
+    logit_cap,
     part_of,
     sees,
 )
@@ -115,7 +117,8 @@ class _Block:
     `rows` are their slots, as a slice if the slots are adjacent, which saves a copy of their KV.
     Rows of unequal size are padded by `pad_RT` (indices into the packed tokens) and unpadded by
     `unpad_N` (indices into R x T). `positions_RT`: the places of the tokens in the cache.
-    `last_RT`: the last place that each of them sees.
+    `last_RT`: the last place that each of them sees, where some see more than what is before them;
+    `only_windows`: they do so in layers with a window alone.
     """
 
     first: int
@@ -124,23 +127,28 @@ class _Block:
     shape_RT: tuple[int, int]
     length: int
     positions_RT: Tensor
-    last_RT: Tensor
+    last_RT: Tensor | None
+    only_windows: bool
     pad_RT: Tensor | None
     unpad_N: Tensor | None
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)
 
     def mask_R1TL(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """0 for the cached tokens that a new one sees: those up to the last one, of which a window
-        hides those that are `window` or more tokens before itself; else -inf.
+        """0 for the cached tokens that a new one sees in a layer with this window: those up to
+        itself or the end of its picture, without those that are `window` or more tokens before
+        itself; else -inf.
         """
-        if window not in self.masks:
+        whole = self.last_RT is not None and (window is not None or not self.only_windows)
+        window = window if window is not None and window < self.length else None
+        if (window, whole) not in self.masks:
+            last_RT = self.last_RT if whole and self.last_RT is not None else self.positions_RT
             places_L = torch.arange(self.length, device=self.positions_RT.device)
-            hidden_RTL = places_L > self.last_RT[..., None]
+            hidden_RTL = places_L > last_RT[..., None]
             if window is not None:
                 hidden_RTL |= places_L <= self.positions_RT[..., None] - window
             mask_RTL = torch.zeros(hidden_RTL.shape, dtype=dtype, device=hidden_RTL.device)
-            self.masks[window] = mask_RTL.masked_fill_(hidden_RTL, float("-inf"))[:, None]
-        return self.masks[window]
+            self.masks[window, whole] = mask_RTL.masked_fill_(hidden_RTL, float("-inf"))[:, None]
+        return self.masks[window, whole]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +272,7 @@ def _attend_block(block: _Block, layer: _SlotKv, query_NHD: Tensor, kind: _Kind)
             keys_RKLD.index_select(0, block.rows),
             values_RKLD.index_select(0, block.rows),
         )
-    window = kind.window if kind.window is not None and kind.window < block.length else None
-    mask_R1TL = block.mask_R1TL(window, query_NHD.dtype)
+    mask_R1TL = block.mask_R1TL(kind.window, query_NHD.dtype)
     if kind.softcap is None and kind.sinks_H is None:
         # Heads that share keys see the same ones where there is one new token. As tokens of one
         # head they read them once, in half the time.
@@ -345,6 +352,7 @@ class PackedModel:
         self._vision = Vision(self._model, folder) if sees(self._model.config) else None
         self._seen = None if self._vision is None else SeenPictures(self._vision, device)
         self._has_axes = has_axes(self._model)
+        self._logit_cap = logit_cap(self._model)
         self._order: Sequence[StepRow] = ()
         self._kept_R = torch.zeros(0, dtype=torch.long, device=device)
         self._capacity = (0, 0)
@@ -606,7 +614,8 @@ class PackedModel:
             inputs |= self._embedded(inputs.pop("input_ids"), order)
         states_1NE = language_model(self._model)(**inputs, needed_P=kept_R).last_hidden_state
         of_kept: Tensor = self._model.get_output_embeddings()(states_1NE[0, kept_R])
-        return of_kept
+        cap = self._logit_cap
+        return of_kept if cap is None else cap * torch.tanh(of_kept / cap)
 
     def _embedded(self, tokens_1N: Tensor, order: Sequence[StepRow]) -> dict[str, Any]:
         """The arguments of the language model in place of tokens, among which pictures are."""
@@ -635,12 +644,13 @@ class PackedModel:
                 rows.append(found.rows_FH.index_select(0, taken))
                 deeper.append([one.index_select(0, taken) for one in found.deeper])
             first += len(row.token_ids)
-        embedded_1NE = self._model.get_input_embeddings()(tokens_1N)
         if not places:
-            return {"inputs_embeds": embedded_1NE}
+            return {"input_ids": tokens_1N}
+        embedded_1NE = self._model.get_input_embeddings()(tokens_1N)
         places_I = self._tensor(np.concatenate(places).astype(np.int64))
         rows_IE = torch.cat(rows).to(embedded_1NE.dtype)
-        arguments = {"inputs_embeds": embedded_1NE.index_copy(1, places_I, rows_IE[None])}
+        arguments = self._vision.of_layers(tokens_1N, places_I)
+        arguments["inputs_embeds"] = embedded_1NE.index_copy(1, places_I, rows_IE[None])
         if deeper[0]:
             shows_N = torch.zeros_like(tokens_1N[0], dtype=torch.bool)
             arguments["visual_pos_masks"] = shows_N.index_fill(0, places_I, True)[None]
@@ -750,19 +760,20 @@ class PackedModel:
             (len(rows), width),
             length,
             self._tensor(positions_RT),
-            self._tensor(last_RT),
+            None if last_RT is None else self._tensor(last_RT),
+            self._vision is not None and self._vision.both_ways == "windows",
             pad_RT,
             unpad_N,
         )
 
     def _last_seen(
         self, rows: Sequence[StepRow], positions_RT: np.ndarray[Any, Any]
-    ) -> np.ndarray[Any, Any]:
-        """The last place that each token sees: its own, or the end of its picture in families whose
-        pictures are seen in both directions.
+    ) -> np.ndarray[Any, Any] | None:
+        """The last place that each token sees: its own, or the end of its picture; None if none
+        sees more than what is before it.
         """
         if not (self.sees_both_ways and any(row.images for row in rows)):
-            return positions_RT
+            return None
         last_RT = positions_RT.copy()
         for row, last_T in zip(rows, last_RT, strict=True):
             for placed in row.images:

@@ -7,13 +7,13 @@ training keeps.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError
-from agentrl.models.layer_facts import Heads, Kept, Layer
+from agentrl.models.layer_facts import Heads, Kept, Layer, config_of_layer
 from agentrl.models.optional_fields import optional_field
 from agentrl.models.tower_facts import kept_of_tower
 from agentrl.models.vision import auto_class, language_model, part_of, sees
@@ -32,7 +32,7 @@ class KvShape:
     layers: int
     """Layers with a cache."""
     heads: Heads
-    """The heads of a layer."""
+    """The heads of a layer; the largest, where they differ."""
     sliding: int = 0
     """The layers that see only the last `window` tokens."""
     window: int = 0
@@ -177,7 +177,7 @@ def facts_of(config: Any, name: str) -> ModelFacts:
                 (name, tuple(parameter.shape)) for name, parameter in module.named_parameters()
             )
             if shapes not in made:
-                made[shapes] = Layer(module, config)
+                made[shapes] = Layer(module, config_of_layer(config, len(layers)))
             layers.append(made[shapes])
     if not layers:
         raise ConfigError(
@@ -192,7 +192,7 @@ def facts_of(config: Any, name: str) -> ModelFacts:
             "so its memory cannot be planned for"
         )
     kept = [layer.kept for layer in layers]
-    heads = Heads.of(config)
+    heads = [Heads.of(config_of_layer(config, number)) for number in range(len(layers))]
     return ModelFacts(
         name=name,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -203,15 +203,15 @@ def facts_of(config: Any, name: str) -> ModelFacts:
         hidden=config.hidden_size,
         vocab=config.vocab_size,
         max_positions=longest_context(config),
-        attention=2 * len(layers) * heads.queries * (heads.key_size + heads.value_size),
+        attention=sum(2 * one.queries * (one.key_size + one.value_size) for one in heads),
         inner=max(layer.inner for layer in layers),
         linear_ends=sum((layer.linear_ends for layer in layers), Counter()),
-        kv=_kv_shape(config, len(layers)),
+        kv=_kv_shape(config, heads),
         kept=sum(kept, Kept()),
         largest=max(kept, key=lambda one: one.matrices + one.norms),
         experts=experts,
         chosen=max(layer.chosen for layer in layers),
-        pieced_heads=heads.queries if _is_pieced(model, config) else 0,
+        pieced_heads=heads[0].queries if _is_pieced(model, config) else 0,
         tied=bool(optional_field(config, "tie_word_embeddings", model.config.tie_word_embeddings)),
         tower=sum(p.numel() for name, p in model.named_parameters() if part_of(name) != "language")
         if beside
@@ -240,9 +240,10 @@ def _is_pieced(model: Any, config: Any) -> bool:
     return sinks or optional_field(config, "attn_logit_softcapping") is not None
 
 
-def _kv_shape(config: Any, layers: int) -> KvShape:
-    heads = Heads.of(config)
+def _kv_shape(config: Any, heads: Sequence[Heads]) -> KvShape:
+    layers = len(heads)
+    largest = max(heads, key=lambda one: one.keys * (one.key_size + one.value_size))
     window = int(optional_field(config, "sliding_window") or 0)
     kinds = optional_field(config, "layer_types")
     sliding = sum(kind == "sliding_attention" for kind in kinds) if kinds else layers
-    return KvShape(layers, heads, sliding if window else 0, window)
+    return KvShape(layers, largest, sliding if window else 0, window)

@@ -78,6 +78,11 @@ class Heads:
         return Heads(queries, keys, size, size)
 
 
+def config_of_layer(config: Any, number: int) -> Any:
+    """A config as it is for one layer: some families (Gemma 4) have other heads in some layers."""
+    return config.per_layer_config[number] if config.is_heterogeneous else config
+
+
 class Layer:
     """One layer on the meta device with `experts`, of which a token uses `chosen`."""
 

@@ -1,5 +1,6 @@
 """What the tower and the projector of a model that sees keep for their backward pass."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from agentrl.models.vision import part_of
@@ -7,6 +8,8 @@ from agentrl.models.vision_families import FAMILIES
 
 _SHARED = ("k_proj", "v_proj")
 """Matrices whose input is that of `q_proj`."""
+_OF_HEADS = {"q_norm": "q_proj", "k_norm": "k_proj", "v_norm": "v_proj"}
+"""Norms of each head of what a matrix returns."""
 
 
 def kept_of_tower(model: Any) -> int:
@@ -19,10 +22,11 @@ def kept_of_tower(model: Any) -> int:
     if family is None:
         return 0
     of_part = {"tower": 0, "projector": 0}
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
         part = part_of(f"{name}.weight")
-        if part != "language":
-            of_part[part] += _kept(name, module)
+        if part != "language" and "audio" not in name:
+            of_part[part] += _kept(name, module) + _more_of_gemma_4(name, modules)
     return round(of_part["tower"] * family.patches(model.config) + of_part["projector"])
 
 
@@ -36,6 +40,19 @@ def _kept(name: str, module: Any) -> int:
         return module.weight[0].numel() + module.out_channels
     if "norm" in type(module).__name__.lower():
         return 2 * max((one.numel() for one in module.parameters() if one.ndim == 1), default=0)
+    return 0
+
+
+def _more_of_gemma_4(name: str, modules: Mapping[str, Any]) -> int:
+    """What Gemma 4 keeps besides: inputs and outputs that are clipped once more, and norms of all
+    heads, which are as large as one and may have no weights.
+    """
+    module, end = modules[name], name.rpartition(".")[2]
+    if type(module).__name__ == "Gemma4ClippableLinear" and module.use_clipped_linears:
+        return module.linear.in_features + module.linear.out_features
+    if type(module).__name__ == "Gemma4RMSNorm" and end in _OF_HEADS:
+        matrix = modules[f"{name.removesuffix(end)}{_OF_HEADS[end]}"].linear
+        return 2 * matrix.out_features - _kept(name, module)
     return 0
 
 

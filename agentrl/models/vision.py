@@ -33,8 +33,15 @@ _REFUSED = {
 }
 """Why others are not, where there is a reason."""
 _LANGUAGE = ("language_model", "text_model")
-_TOWERS = ("visual", "vision_tower", "vision_model")
-_PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "connector")
+_TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower", "embed_audio")
+"""A tower that hears is never computed; it stays as it is, and counts as one that sees."""
+_PROJECTORS = (
+    "merger",
+    "deepstack_merger_list",
+    "multi_modal_projector",
+    "connector",
+    "embed_vision",
+)
 Part = Literal["language", "tower", "projector"]
 """A part of a model that sees. The projector turns the tower's features into those of the language
 model's size; of some families it is a module of the tower."""
@@ -96,6 +103,15 @@ def has_axes(model: Any) -> bool:
     return hasattr(model.base_model, "get_rope_index")
 
 
+def logit_cap(model: Any) -> float | None:
+    """The soft cap on the logits of a model that sees, if its class puts one on them."""
+    family = FAMILIES.get(model.config.model_type)
+    if family is None or not family.caps_logits:
+        return None
+    cap: float | None = optional_field(model.config.get_text_config(), "final_logit_softcapping")
+    return cap
+
+
 def part_of(name: str) -> Part:
     """The part of a model that a parameter belongs to, by its name."""
     within = name.split(".")
@@ -138,7 +154,7 @@ class Vision:
         check_family(model.config)
         self._model = model
         self._processor = image_processor(folder)
-        self.both_ways: BothWays = FAMILIES[model.config.model_type].both_ways
+        self.both_ways: BothWays = FAMILIES[model.config.model_type].both_ways(model.config)
         """Where the tokens of a picture see each other in both directions."""
         self.placeholder: int = optional_field(model.config, "image_token_id")
         """The token that stands for a row of features."""
@@ -183,6 +199,18 @@ class Vision:
         positions_3T: IntArray = found[:, 0].numpy().astype(np.int32)
         return positions_3T
 
+    def of_layers(self, tokens_1T: "Tensor", places_I: "Tensor") -> dict[str, Any]:
+        """The arguments of a language model's call that makes inputs of each layer of the tokens
+        (Gemma 4), besides their embeddings; empty in other families. At `places_I`, which stand for
+        pictures, it takes padding, as the family's own call does.
+        """
+        config = self._model.config.get_text_config()
+        if not optional_field(config, "hidden_size_per_layer_input"):
+            return {}
+        padded_1T = tokens_1T.index_fill(1, places_I, config.pad_token_id)
+        inside = language_model(self._model)
+        return {"per_layer_inputs": inside.get_per_layer_inputs(padded_1T, None)}
+
     def features(self, inputs: PictureInputs) -> PictureFeatures:
         """Compute the features of pictures, in the order of the inputs."""
         import torch
@@ -196,7 +224,9 @@ class Vision:
         return PictureFeatures(joined[0], joined[1:])
 
 
-_INPUTS = frozenset({"image_grid_thw", "pixel_attention_mask", "pixel_values"})
+_INPUTS = frozenset(
+    {"image_grid_thw", "image_position_ids", "pixel_attention_mask", "pixel_values"}
+)
 
 
 __all__ = [
@@ -209,6 +239,7 @@ __all__ = [
     "check_family",
     "has_axes",
     "language_model",
+    "logit_cap",
     "part_of",
     "sees",
 ]

@@ -15,9 +15,9 @@ from agentrl.errors import ConfigError
 
 Written = Callable[[int, int], str]
 """The text of a picture of a height and a width, with its placeholders."""
-BothWays = Literal["nowhere", "everywhere"]
-"""In which layers the tokens of a picture see each other in both directions: besides what is before
-it, each of them sees all of its picture that its layer's window reaches.
+BothWays = Literal["nowhere", "windows", "everywhere"]
+"""In which layers, of all or of those with a window, the tokens of a picture see each other in both
+directions: besides what is before it, each sees all of its picture that its layer's window reaches.
 """
 
 
@@ -85,6 +85,32 @@ def _between_breaks(files: FamilyFiles) -> Written:
     return lambda height, width: text
 
 
+def _pooled_by_size(files: FamilyFiles) -> Written:
+    """Gemma 4: one for each square of pooled patches, between two marks."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import (
+        get_aspect_ratio_preserving_size,
+    )
+
+    begin, end = files.tokenizer.convert_ids_to_tokens(
+        [files.config.boi_token_id, files.config.eoi_token_id]
+    )
+    made = files.processor
+    pooled: int = made.pooling_kernel_size**2
+
+    def written(height: int, width: int) -> str:
+        sides = get_aspect_ratio_preserving_size(
+            height,
+            width,
+            made.patch_size,
+            made.max_soft_tokens * pooled,
+            made.pooling_kernel_size,
+        )
+        patches = (sides[0] // made.patch_size) * (sides[1] // made.patch_size)
+        return f"{begin}{files.placeholder * (patches // pooled)}{end}"
+
+    return written
+
+
 def _placeholder(files: FamilyFiles) -> str:
     return files.placeholder
 
@@ -109,6 +135,23 @@ def _by_scale(config: Any) -> float:
     return float(config.scale_factor**2)
 
 
+def _in_pools(config: Any) -> float:
+    return float(config.vision_config.pooling_kernel_size**2)
+
+
+def _nowhere(config: Any) -> BothWays:
+    return "nowhere"
+
+
+def _everywhere(config: Any) -> BothWays:
+    return "everywhere"
+
+
+def _of_gemma_4(config: Any) -> BothWays:
+    is_vision = config.get_text_config().use_bidirectional_attention == "vision"
+    return "windows" if is_vision else "nowhere"
+
+
 def _pooled(config: Any) -> float:
     side = config.vision_config.image_size // config.vision_config.patch_size
     return float(side**2 / config.mm_tokens_per_image)
@@ -118,18 +161,21 @@ def _pooled(config: Any) -> float:
 class SeeingFamily:
     """A family. `written`: how it writes pictures. `patches`: how many patches of the tower a token
     stands for, by the model's config. `asked`: what a chat template writes for a picture, which is
-    replaced by that.
+    replaced by that. `both_ways`: where the tokens of a picture see each other in both directions,
+    by the model's config. `caps_logits`: its class puts the soft cap of its config on logits.
     """
 
     written: Callable[[FamilyFiles], Written]
     patches: Callable[[Any], float]
     asked: Callable[[FamilyFiles], str] = _placeholder
-    both_ways: BothWays = "nowhere"
+    both_ways: Callable[[Any], BothWays] = _nowhere
+    caps_logits: bool = False
 
 
 _QWEN, _IDEFICS = SeeingFamily(_merged, _in_squares), SeeingFamily(_tiles_in_rows, _by_scale)
 FAMILIES: Mapping[str, SeeingFamily] = {
-    "gemma3": SeeingFamily(_between_breaks, _pooled, _begin_mark, "everywhere"),
+    "gemma3": SeeingFamily(_between_breaks, _pooled, _begin_mark, _everywhere),
+    "gemma4": SeeingFamily(_pooled_by_size, _in_pools, both_ways=_of_gemma_4, caps_logits=True),
     "idefics3": _IDEFICS,
     "internvl": SeeingFamily(_tiles_in_a_row, _in_tiles),
     "qwen2_5_vl": _QWEN,

@@ -9,7 +9,7 @@ from agentrl.errors import ConfigError
 from agentrl.models.tiny import MAX_POSITIONS, train_tokenizer
 
 VisionFamily = Literal[
-    "gemma3", "idefics3", "internvl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm"
+    "gemma3", "gemma4", "idefics3", "internvl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm"
 ]
 _HIDDEN = 64
 
@@ -80,8 +80,19 @@ _GEMMA = _Dialect(
     ),
     "<image_soft_token>",
 )
+_GEMMA_4 = _Dialect(
+    "<bos>{% for message in messages %}"
+    "<|turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] | trim }}{% else %}"
+    "{% for item in message['content'] %}{% if item['type'] == 'image' %}<|image|>"
+    "{% elif item['type'] == 'text' %}{{ item['text'] | trim }}{% endif %}{% endfor %}{% endif %}"
+    "<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}",
+    ("<pad>", "<turn|>", "<|turn>", "<bos>", "<|image>", "<image|>", "<|image|>"),
+    "<|image|>",
+)
 _DIALECTS: Mapping[str, _Dialect] = {
     "gemma3": _GEMMA,
+    "gemma4": _GEMMA_4,
     "idefics3": _IDEFICS,
     "internvl": _INTERN,
     "qwen2_5_vl": _QWEN,
@@ -103,9 +114,9 @@ def create_tiny_vision_model(
     float32.
 
     Of Qwen, a picture is at most `most_tokens` tokens, and each stands for 28 x 28 pixels (32 x 32
-    in qwen3_vl); of Gemma, it is sixteen tokens, which are more than a window; of the others, it is
-    up to four tiles of 28 x 28 and the whole one, each with four tokens. The same arguments give
-    the same files; no global random state is touched.
+    in qwen3_vl); of Gemma 3, it is sixteen tokens, and of Gemma 4 up to seventy, which are more
+    than a window; of the others, it is up to four tiles of 28 x 28 and the whole one, each with
+    four tokens. The same arguments give the same files; no global random state is touched.
 
     Raises:
         ConfigError: `folder` is not empty, or the family is unknown.
@@ -149,6 +160,7 @@ def create_tiny_vision_model(
 
 def _processor(family: VisionFamily, config: Any, most_tokens: int) -> Any:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
     from transformers.models.idefics3.image_processing_pil_idefics3 import (
         Idefics3ImageProcessorPil,
@@ -158,6 +170,8 @@ def _processor(family: VisionFamily, config: Any, most_tokens: int) -> Any:
 
     if family == "gemma3":
         return Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
+    if family == "gemma4":
+        return Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
     if family == "internvl":
         size = {"height": 28, "width": 28}
         return GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, max_patches=4)
@@ -196,6 +210,8 @@ def _config(family: VisionFamily, tokenizer: Any) -> Any:
     }
     if family == "gemma3":
         return _of_gemma(text, number)
+    if family == "gemma4":
+        return _of_gemma_4(text, number)
     common: dict[str, Any] = {
         "tie_word_embeddings": True,
         "image_token_id": number(_DIALECTS[family].placeholder),
@@ -251,6 +267,43 @@ def _of_gemma(text: Mapping[str, Any], number: Callable[[str], int]) -> Any:
         image_token_index=number(_GEMMA.placeholder),
         boi_token_index=number("<start_of_image>"),
         eoi_token_index=number("<end_of_image>"),
+        tie_word_embeddings=True,
+        eos_token_id=text["eos_token_id"],
+        pad_token_id=text["pad_token_id"],
+    )
+
+
+def _of_gemma_4(text: Mapping[str, Any], number: Callable[[str], int]) -> Any:
+    from transformers import Gemma4Config
+
+    own = {
+        "global_head_dim": 32,
+        "sliding_window": 12,
+        "rope_parameters": None,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "use_bidirectional_attention": "vision",
+        "vocab_size_per_layer_input": text["vocab_size"],
+        "hidden_size_per_layer_input": 8,
+        "final_logit_softcapping": 5.0,
+    }
+    return Gemma4Config(
+        text_config={**text, **own},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 2,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 128,
+            "use_clipped_linears": True,
+            "standardize": True,
+        },
+        image_token_id=number(_GEMMA_4.placeholder),
+        boi_token_id=number("<|image>"),
+        eoi_token_id=number("<image|>"),
         tie_word_embeddings=True,
         eos_token_id=text["eos_token_id"],
         pad_token_id=text["pad_token_id"],

@@ -119,10 +119,17 @@ def between_breaks(processor: Any, image: Image.Image, placeholder: str) -> str:
     return Gemma3Processor.replace_image_token(own, made, 0)
 
 
+def by_pools(processor: Any, image: Image.Image, placeholder: str) -> str:
+    """Gemma 4's text; its processor needs torchvision."""
+    made = processor(images=[image], return_tensors="np")
+    return f"<|image>{placeholder * int(made['num_soft_tokens_per_image'][0])}<image|>"
+
+
 MARKS = {"gemma3": "<start_of_image>"}
 """What a template writes for a picture, if it is no placeholder."""
 WRITTEN: Mapping[str, Callable[[Any, Image.Image, str], str]] = {
     "gemma3": between_breaks,
+    "gemma4": by_pools,
     "idefics3": by_rows,
     "internvl": by_tiles,
     "qwen2_5_vl": by_grid,

@@ -1,6 +1,7 @@
 """`engine=local` with a model that sees: what the family's own forward pass computes."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,25 +101,42 @@ class Family:
                         for one in deeper
                     ],
                 }
-        if self.model.config.model_type == "gemma3" and images:
-            more["attention_mask"] = own_masks(self.model, embedded_1TE, shows_1T)
+            more |= of_gemma(self.model, tokens_T[None], embedded_1TE, shows_1T)
+        elif hasattr(inside.language_model, "get_per_layer_inputs"):
+            more["per_layer_inputs"] = inside.language_model.get_per_layer_inputs(
+                tokens_T[None], None
+            )
         decoder = language_model(self.model)
         states_1TE = decoder(inputs_embeds=embedded_1TE, use_cache=False, **more)[0]
-        return self.model.lm_head(states_1TE[0, -1])
+        logits_V = self.model.lm_head(states_1TE[0, -1])
+        if self.model.config.model_type != "gemma4":
+            return logits_V
+        cap = self.model.config.text_config.final_logit_softcapping
+        return cap * torch.tanh(logits_V / cap)
 
 
-def own_masks(model: Any, embedded_1TE: Any, shows_1T: Any) -> Any:
-    """Those that Gemma 3 makes of a context whose pictures are shown there."""
+def of_gemma(model: Any, tokens_1T: Any, embedded_1TE: Any, shows_1T: Any) -> dict[str, Any]:
+    """The masks that Gemma makes of a context whose pictures are shown there, and inputs of layers
+    that take padding for pictures.
+    """
     from transformers.models.gemma3 import modeling_gemma3
+    from transformers.models.gemma4 import modeling_gemma4
 
-    return modeling_gemma3.create_masks_for_vision_model(
-        model.config.get_text_config(),
-        embedded_1TE,
-        None,
-        None,
-        None,
-        modeling_gemma3.get_block_sequence_ids_for_mask(shows_1T.int()),
-    )
+    kind, text = model.config.model_type, model.config.get_text_config()
+    own: Any = {"gemma3": modeling_gemma3, "gemma4": modeling_gemma4}.get(kind)
+    if own is None:
+        return {}
+    found: dict[str, Any] = {}
+    if kind == "gemma3" or text.use_bidirectional_attention == "vision":
+        blocks_1T = own.get_block_sequence_ids_for_mask(shows_1T.int(), tokens_1T.device)
+        found["attention_mask"] = own.create_masks_for_vision_model(
+            text, embedded_1TE, None, None, None, blocks_1T
+        )
+    if kind == "gemma4":
+        padded_1T = tokens_1T.masked_fill(shows_1T, text.pad_token_id)
+        inputs = model.model.language_model.get_per_layer_inputs(padded_1T, None)
+        found["per_layer_inputs"] = inputs
+    return found
 
 
 def request(name: str, context: Context, **more: Any) -> GenerateRequest:
@@ -181,6 +199,23 @@ def test_answers_are_those_of_the_familys_own_forward_pass(
             await engine.update_weights(load_file(tmp_path / "other" / "model.safetensors"), 1)
             updated = Family(tmp_path / "other")
             check(updated, contexts[0], await engine.generate(request("new", contexts[0])))
+
+    asyncio.run(main())
+
+
+def test_a_gemma_4_that_looks_back_only_answers_as_its_family_does(tmp_path: Path) -> None:
+    create_tiny_vision_model(tmp_path, "gemma4")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["use_bidirectional_attention"] = None
+    file.write_text(json.dumps(config))
+    family = Family(tmp_path)
+    assert family.vision.both_ways == "nowhere"
+    context = family.context([10, 20, 30], picture(0), [40, 41])
+
+    async def main() -> None:
+        async with LocalEngine(LocalEngine.Config(dtype="float32"), tmp_path) as engine:
+            check(family, context, await engine.generate(request("small", context)))
 
     asyncio.run(main())
 

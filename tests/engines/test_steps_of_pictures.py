@@ -1,4 +1,4 @@
-"""Steps of `engine=local` that end inside of no picture whose tokens see each other (Gemma 3)."""
+"""Steps of `engine=local` that end inside of no picture whose tokens see each other (Gemma)."""
 
 import asyncio
 from pathlib import Path
@@ -15,10 +15,10 @@ ONE, OTHER, WIDE = picture(0), picture(1), picture(2, 60, 130)
 CONFIG = LocalEngine.Config(dtype="float32", max_batch=8)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["gemma3", "gemma4"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("gemma") / "model"
-    create_tiny_vision_model(made, "gemma3")
+    create_tiny_vision_model(made, request.param)
     return made
 
 
@@ -91,7 +91,7 @@ def test_a_prompt_that_was_given_up_goes_on_from_a_whole_picture(
     context = contexts[0]
 
     async def main() -> None:
-        for steps in (1, 2, 4):
+        for steps in (1, 2, 3):
             async with LocalEngine(CONFIG, folder) as engine, asyncio.TaskGroup() as tasks:
                 given_up = tasks.create_task(engine.generate(request("first", context)))
                 await steps_of(engine, steps)

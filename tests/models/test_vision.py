@@ -14,7 +14,7 @@ from agentrl.testing.vision_models import create_tiny_vision_model
 def test_a_family_that_is_not_known_is_refused_with_the_reason() -> None:
     from transformers import LlavaConfig, PaliGemmaConfig
 
-    with pytest.raises(ConfigError, match="paligemma cannot .* tokens of a prompt see each other"):
+    with pytest.raises(ConfigError, match=r"paligemma cannot .* tokens of a prompt see each other"):
         check_family(PaliGemmaConfig())
     with pytest.raises(ConfigError, match="llava cannot be computed: it has not been tried"):
         check_family(LlavaConfig())

@@ -571,7 +571,7 @@ def test_a_trained_tower_keeps_the_numbers_that_were_counted(family: str, tmp_pa
     counted = model_facts(tmp_path / "model")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
     vision = Vision(model, tmp_path / "model")
-    noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (224, 320, 3), dtype=np.uint8)
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
     kept: dict[int, Tensor] = {}
 

@@ -143,6 +143,8 @@ def alone(own: Any, vision: Vision, one: TrainingSample) -> Tensor:
         shown["mm_token_type_ids"] = (ids_1T == IMAGE).int()
     if one.images and own.config.model_type == "gemma3":
         shown["token_type_ids"] = (ids_1T == IMAGE).int()
+    if one.images and own.config.model_type == "gemma4":
+        shown["mm_token_type_ids"] = (ids_1T == IMAGE).int()
     own.model.rope_deltas = None
     logprobs_TV = own(input_ids=ids_1T, **shown).logits[0].log_softmax(-1)
     before_N = torch.from_numpy(np.flatnonzero(one.loss_mask) - 1)

@@ -60,6 +60,36 @@ def gemma3() -> tuple[Any, Any]:
     return config, Gemma3ImageProcessorPil(size={"height": 42, "width": 42})
 
 
+def gemma4() -> tuple[Any, Any]:
+    """With inputs of each layer, keys of other layers, and capped logits."""
+    from transformers import Gemma4Config
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    layers = ["sliding_attention", "full_attention"] * 2
+    text = {
+        **TEXT,
+        "num_hidden_layers": 4,
+        "layer_types": layers,
+        "sliding_window": 6,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "use_bidirectional_attention": "vision",
+        "vocab_size_per_layer_input": 300,
+        "hidden_size_per_layer_input": 8,
+        "final_logit_softcapping": 5.0,
+    }
+    tower = {**TOWER, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
+    pools = {"patch_size": 4, "pooling_kernel_size": 2}
+    config = Gemma4Config(
+        text_config=text,
+        vision_config={**tower, **pools, "position_embedding_size": 128},
+        image_token_id=IMAGE,
+        boi_token_id=BEGIN,
+        eoi_token_id=END,
+    )
+    return config, Gemma4ImageProcessorPil(**pools, max_soft_tokens=70)
+
+
 def qwen_processor() -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil,
@@ -139,7 +169,7 @@ def tiled(kind: Any) -> Any:
     )
 
 
-MAKERS = (gemma3, idefics3, internvl, qwen2_vl, qwen3_vl, smolvlm)
+MAKERS = (gemma3, gemma4, idefics3, internvl, qwen2_vl, qwen3_vl, smolvlm)
 
 
 def test_every_family_is_tried() -> None:

@@ -1,4 +1,4 @@
-"""Gemma 3, whose pictures are seen in both directions, by all that a trainer can do with layers."""
+"""Gemma, whose pictures are seen in both directions, by all that a trainer can do with layers."""
 
 import asyncio
 from dataclasses import replace
@@ -27,14 +27,11 @@ from agentrl.trainers.spec import TrainerSpec
 from tests.trainers.shared_processes import Processes
 from tests.trainers.test_seeing import SETTINGS, WHOLE, picture, sample, trained
 
-TOKENS = 16
-"""Of each picture."""
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["gemma3", "gemma4"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("gemma") / "model"
-    create_tiny_vision_model(made, "gemma3")
+    create_tiny_vision_model(made, request.param)
     return made
 
 
@@ -49,7 +46,7 @@ def own(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def samples(own: Any, folder: Path) -> list[TrainingSample]:
-    """Samples with several pictures, with none, with the same beginning, and one of fifty."""
+    """Samples with several pictures, with none, with the same beginning, and one of twenty."""
     vision, (a, b, c) = Vision(own, folder), map(picture, (1, 2, 3))
     drawn = [
         sample(vision, [a, b], seed=1),
@@ -57,7 +54,7 @@ def samples(own: Any, folder: Path) -> list[TrainingSample]:
         sample(vision, [b, a, a], seed=3),
         sample(vision, [a, b], seed=1, loss=9),
         sample(vision, [a, c], seed=1),
-        sample(vision, [picture(n) for n in range(50)], seed=4),
+        sample(vision, [picture(n) for n in range(20)], seed=4),
     ]
     return [with_marks(one, own.config) for one in drawn]
 
@@ -79,7 +76,8 @@ def alone(own: Any, vision: Vision, one: TrainingSample) -> Tensor:
     shown: dict[str, Tensor] = {}
     if one.images:
         shown |= vision.inputs([image.image for image in one.images]).tensors
-        shown["token_type_ids"] = (ids_1T == own.config.image_token_id).int()
+        name = "token_type_ids" if own.config.model_type == "gemma3" else "mm_token_type_ids"
+        shown[name] = (ids_1T == own.config.image_token_id).int()
     logprobs_TV = own(input_ids=ids_1T, **shown).logits[0].log_softmax(-1)
     before_N = torch.from_numpy(np.flatnonzero(one.loss_mask) - 1)
     return logprobs_TV[before_N].gather(1, ids_1T[0, before_N + 1][:, None])[:, 0]
@@ -118,8 +116,9 @@ def test_packed_samples_are_those_of_the_family_for_each_alone(
     seen = set()
     for (name, parameter), expected in zip(model.named_parameters(), own.parameters(), strict=True):
         assert expected.grad is not None, name
-        scale = 1 + float(expected.grad.abs().max())
-        torch.testing.assert_close(parameter.grad, expected.grad, rtol=0, atol=1e-5 * scale)
+        # torch's fused attention in Gemma 4's tower rounds gradients more than its own does.
+        atol = 2e-5 * (1 + float(expected.grad.abs().max()))
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=0, atol=atol)
         seen.add(part_of(name))
     assert seen == {"language", "tower", "projector"}
 
@@ -138,7 +137,9 @@ def test_a_frozen_tower_is_not_sent_and_texts_alone_leave_a_trained_one_as_it_is
         before = type(own).from_pretrained(folder).state_dict()
         of_own = {name.removeprefix("model."): one for name, one in before.items()}
         for name in towers:
-            torch.testing.assert_close(weights[name], of_own[name], rtol=0, atol=0)
+            torch.testing.assert_close(
+                weights[name], of_own[name.removeprefix("model.")], rtol=0, atol=0
+            )
 
 
 def test_a_sample_that_ends_inside_of_a_picture_is_refused(

@@ -11,7 +11,7 @@ from torch import Tensor
 from agentrl.tokens.arrays import ints
 from agentrl.trainers.compute.attention import Segments, attend
 from agentrl.trainers.compute.prefixes import SharedPrefixes, find_shared
-from agentrl.trainers.compute.whole_pictures import PictureSpan
+from agentrl.trainers.compute.whole_pictures import PictureSpan, PictureSpans
 from tests.properties import examples
 from tests.trainers.test_needed import HEADS, SIZE, packed
 from tests.trainers.test_prefixes import rows_of
@@ -70,17 +70,25 @@ def by_masks(
 
 
 @given(
-    lists,
-    st.sampled_from([None, 1, 2, 4, 9]),
-    st.sampled_from([None, 2.0]),
-    st.booleans(),
-    st.data(),
+    rows=lists,
+    window=st.sampled_from([None, 1, 2, 4, 9]),
+    softcap=st.sampled_from([None, 2.0]),
+    sinks=st.booleans(),
+    only_windows=st.booleans(),
+    data=st.data(),
 )
 @examples(300)
 def test_tokens_of_pictures_see_what_a_mask_of_all_tokens_says(
-    rows: list[list[int]], window: int | None, softcap: float | None, sinks: bool, data: Any
+    *,
+    rows: list[list[int]],
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+    only_windows: bool,
+    data: Any,
 ) -> None:
     listed, spans = written(rows)
+    pictures = PictureSpans(spans, only_windows)
     lengths, shared = [len(row) for row in listed], find_shared(rows_of(listed))
     tokens = sum(lengths) if shared is None else len(shared.computed_S)
     few = data.draw(st.booleans())
@@ -91,7 +99,7 @@ def test_tokens_of_pictures_see_what_a_mask_of_all_tokens_says(
         "softcap": softcap,
         "s_aux": torch.arange(HEADS) / 4 if sinks else None,
     }
-    segments = Segments.of(lengths, CPU, shared, needed_P if few else None, pictures=spans)
+    segments = Segments.of(lengths, CPU, shared, needed_P if few else None, pictures=pictures)
     results = []
     for own in (True, False):
         inputs = packed(tokens)
@@ -101,7 +109,8 @@ def test_tokens_of_pictures_see_what_a_mask_of_all_tokens_says(
                 0
             ]
         else:
-            out_SHD = by_masks(inputs, lengths, shared, spans, **kind)
+            seen = spans if window is not None or not only_windows else []
+            out_SHD = by_masks(inputs, lengths, shared, seen, **kind)
         out_PHD = out_SHD[torch.from_numpy(needed_P.astype(np.int64))]
         weights = torch.randn(out_PHD.shape, generator=torch.Generator().manual_seed(1))
         out_PHD.mul(weights).sum().backward()  # type: ignore[no-untyped-call]
@@ -115,12 +124,12 @@ def test_a_picture_is_computed_once_and_not_at_all_where_none_of_its_results_is_
     lengths, shared = [len(row) for row in listed], find_shared(rows_of(listed))
     assert shared is not None
     last_P = ints([len(shared.computed_S) - 1])
-    pictures = Segments.of(lengths, CPU, shared, last_P, pictures=spans).pictures
+    pictures = Segments.of(lengths, CPU, shared, last_P, pictures=PictureSpans(spans)).pictures
     assert pictures is not None
     assert len(pictures.spans) == 2
     assert not pictures.needed
     assert Segments.of(lengths, CPU, shared, last_P).pictures is None
     within_P = ints([int(pictures.places_I[0])])
-    seen = Segments.of(lengths, CPU, shared, within_P, pictures=spans).pictures
+    seen = Segments.of(lengths, CPU, shared, within_P, pictures=PictureSpans(spans)).pictures
     assert seen is not None
     assert seen.needed

@@ -37,7 +37,7 @@ from agentrl.trainers.compute import flex
 from agentrl.trainers.compute.context import ContextSlice, check_heads
 from agentrl.trainers.compute.needed import Needed
 from agentrl.trainers.compute.prefixes import SharedPrefixes
-from agentrl.trainers.compute.whole_pictures import PictureSpan, WholePictures
+from agentrl.trainers.compute.whole_pictures import PictureSpans, WholePictures
 
 ATTENTION = "agentrl_segments"
 SIMILAR = 0.75
@@ -100,7 +100,7 @@ class Segments:
         needed_P: IntArray | None = None,
         context: ContextSlice | None = None,
         *,
-        pictures: Sequence[PictureSpan] = (),
+        pictures: PictureSpans | None = None,
     ) -> "Segments":
         """The segments of these lengths, end to end. They make the fewest blocks if sorted by
         length.
@@ -108,7 +108,7 @@ class Segments:
         `needed_P`: the places in the sequence of the tokens that the last layer needs; by default
         all. `pictures`: those whose tokens see each other in both directions.
         """
-        whole = WholePictures.of(pictures, device, shared, needed_P)
+        whole = None if pictures is None else WholePictures.of(pictures, device, shared, needed_P)
         if whole is not None and whole.needed:
             needed_P = None
         places_T = None if shared is None else torch.from_numpy(shared.places_T).long()
@@ -172,7 +172,8 @@ def attend(
         value = torch.nn.functional.pad(value, (0, query.shape[-1] - size))
     inputs = (query, key, value)
     out_1SHD = _looking_back(inputs, segments=segments, s_aux=s_aux, **options)
-    if (pictures := segments.pictures) is not None and (pictures.needed or not needed_only):
+    pictures = segments.pictures
+    if pictures is not None and pictures.are_seen(sliding_window, needed_only=needed_only):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         whole = partial(_to_whole_picture, _Kind(scale, None, softcap), s_aux)
         out_1SHD = pictures.seen(out_1SHD, inputs, segments.places_T, sliding_window, whole)

@@ -28,6 +28,7 @@ from agentrl.trainers.compute.context import ContextGroup, ContextSlice, OwnToke
 from agentrl.trainers.compute.logprobs import Scaling, linear_logprobs
 from agentrl.trainers.compute.pictures import PictureReader, Pictures
 from agentrl.trainers.compute.tensor import TensorGroup, VocabularyPart
+from agentrl.trainers.compute.whole_pictures import PictureSpans
 from agentrl.trainers.packing import MicroBatch
 
 
@@ -152,7 +153,7 @@ def to_device(
     computed = slice(None) if shared is None else shared.computed_S
     part = None if context is None else ContextSlice(context, micro_batch.computed_tokens)
     seen = reader if reader and micro_batch.sees else None
-    spans = () if seen is None else seen.both_ways(samples)
+    spans = PictureSpans() if seen is None else seen.both_ways(samples)
     segments = Segments.of(lengths_M.tolist(), device, shared, needed_P, part, pictures=spans)
     own_N: Any = slice(None)
     own = None

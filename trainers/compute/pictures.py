@@ -23,7 +23,7 @@ from agentrl.models.vision import PictureInputs, Vision
 from agentrl.tokens.arrays import IntArray
 from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.tokens.placed_images import PlacedImage
-from agentrl.trainers.compute.whole_pictures import PictureSpan
+from agentrl.trainers.compute.whole_pictures import PictureSpan, PictureSpans
 from agentrl.trainers.packing import MicroBatch
 
 _BLANK_SIDE = 28
@@ -48,7 +48,8 @@ class Pictures:
         embedded_1SH = model.get_input_embeddings()(tokens_S[None])
         rows_IH = found.rows_FH.index_select(0, self.rows_I).to(embedded_1SH.dtype)
         arguments: dict[str, Any] = {
-            "inputs_embeds": embedded_1SH.index_copy(1, self.places_I, rows_IH[None])
+            "inputs_embeds": embedded_1SH.index_copy(1, self.places_I, rows_IH[None]),
+            **self.vision.of_layers(tokens_S[None], self.places_I),
         }
         if found.deeper:
             shows_S = torch.zeros_like(tokens_S, dtype=torch.bool)
@@ -98,16 +99,16 @@ class PictureReader:
         read = Pictures(self.vision, on_device, *(_moved(one, device) for one in (places, rows)))
         return read, None if positions_3T is None else _moved(positions_3T, device)
 
-    def both_ways(self, samples: TrainBatch) -> Sequence[PictureSpan]:
+    def both_ways(self, samples: TrainBatch) -> PictureSpans:
         """The pictures in the samples whose tokens see each other in both directions.
 
         Raises:
             TrainingError: a sample ends inside of one.
         """
         if self.vision.both_ways == "nowhere":
-            return ()
+            return PictureSpans()
         ends_M = np.cumsum(samples.lengths_M)
-        spans = []
+        spans: list[PictureSpan] = []
         for end, length, placed in zip(
             ends_M.tolist(), samples.lengths_M.tolist(), placed_images(samples), strict=True
         ):
@@ -115,7 +116,7 @@ class PictureReader:
             spans += [PictureSpan(start, start + one.start, start + one.stop) for one in placed]
             if placed and placed[-1].stop > length:
                 raise TrainingError("a sample ends inside of a picture")
-        return spans
+        return PictureSpans(spans, self.vision.both_ways == "windows")
 
     def _places(self, samples: TrainBatch) -> tuple[IntArray, IntArray]:
         """The tokens of the samples that stand for pictures, and the row of features of each. The

@@ -1,5 +1,5 @@
 """Attention of pictures' tokens to all of their picture, in families whose pictures are seen in
-both directions (Gemma 3).
+both directions (Gemma 3; Gemma 4 in layers with a window).
 
 Attention looks back, for all tokens of a sequence. For those of pictures it is computed once more,
 from all of a picture's tokens to the tokens of their segment up to the picture's end, and takes the
@@ -44,16 +44,28 @@ class PictureSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureSpans:
+    """Pictures whose tokens see each other in both directions, in all layers or in those with a
+    window alone.
+    """
+
+    spans: Sequence[PictureSpan] = ()
+    only_windows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class WholePictures:
     """The pictures of a sequence, each once: `places`, where it has the first token of each, and
     `places_I`, all of their tokens.
 
-    `needed`: the last layer's results of some of these tokens are used.
+    `only_windows`: see `PictureSpans`. `needed`: the last layer's results of some of these tokens
+    are used.
     """
 
     spans: Sequence[PictureSpan]
     places: Sequence[int]
     places_I: Tensor
+    only_windows: bool
     needed: bool
     masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, compare=False)
     """What layers have asked for, by the place of the first query among the columns, the queries
@@ -62,12 +74,13 @@ class WholePictures:
 
     @staticmethod
     def of(
-        spans: Sequence[PictureSpan],
+        pictures: PictureSpans,
         device: torch.device,
         shared: SharedPrefixes | None = None,
         needed_P: IntArray | None = None,
     ) -> "WholePictures | None":
         """None without pictures. `needed_P`: as in `Segments.of`."""
+        spans = pictures.spans
         if shared is not None:
             # A picture that segments share is computed in the first of them.
             first_T = shared.computed_S[shared.places_T]
@@ -83,7 +96,13 @@ class WholePictures:
             ]
         )
         needed = needed_P is None or bool(np.isin(needed_P, places_I).any())
-        return WholePictures(spans, places.tolist(), torch.from_numpy(places_I).to(device), needed)
+        on_device = torch.from_numpy(places_I).to(device)
+        return WholePictures(spans, places.tolist(), on_device, pictures.only_windows, needed)
+
+    def are_seen(self, window: int | None, *, needed_only: bool) -> bool:
+        """True if a layer with this window has to compute them. `needed_only`: it is the last."""
+        in_layer = window is not None or not self.only_windows
+        return in_layer and (self.needed or not needed_only)
 
     def seen(
         self,
@@ -127,4 +146,4 @@ class WholePictures:
         return self.masks[offset, queries, window]
 
 
-__all__ = ["Attention", "PictureSpan", "WholePictures"]
+__all__ = ["Attention", "PictureSpan", "PictureSpans", "WholePictures"]

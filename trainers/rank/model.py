@@ -228,7 +228,7 @@ def make_model(
             trust_remote_code=spec.config.trust_remote_code,
         )
     model.eval()
-    freeze_parts(model, spec)
+    frozen = freeze_parts(model, spec)
     compute_only_needed(model)
     balance = _balance(model, spec)
     if spec.routing != "off":
@@ -258,7 +258,7 @@ def make_model(
             {name: weight.shape for name, weight in before.items()},
             WeightNames.of(model),
             stored,
-            frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
+            frozen,
         )
     else:
         with on_meta():

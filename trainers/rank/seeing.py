@@ -48,13 +48,15 @@ def check_seeing(spec: TrainerSpec, config: Any) -> None:
             )
 
 
-def freeze_parts(model: Any, spec: TrainerSpec) -> None:
+def freeze_parts(model: Any, spec: TrainerSpec) -> frozenset[str]:
     """Freeze the tower and the projector of a model that sees, unless they are to be trained. A
-    frozen part has no gradients and no moments, and is not sent to the engines.
+    frozen part has no gradients and no moments, and is not sent to the engines. Returns the names
+    of its parameters and buffers.
     """
     if not sees(model.config):
-        return
+        return frozenset()
     frozen = {part for name, part in _PARTS.items() if not getattr(spec.config, name)}
     for name, parameter in model.named_parameters():
         if part_of(name) in frozen:
             parameter.requires_grad_(False)
+    return frozenset(name for name in model.state_dict() if part_of(name) in frozen)
