@@ -170,7 +170,7 @@ def facts_of(config: Any, name: str) -> ModelFacts:
     config = config.get_text_config()
     kinds = set(model._no_split_modules or ())
     made: dict[Any, Layer] = {}  # of equal layers, only one is read
-    layers = []
+    layers: list[Layer] = []
     for module in language.modules():
         if type(module).__name__ in kinds:
             shapes = tuple(

@@ -49,10 +49,10 @@ def _more_of_gemma_4(name: str, modules: Mapping[str, Any]) -> int:
     """
     module, end = modules[name], name.rpartition(".")[2]
     if type(module).__name__ == "Gemma4ClippableLinear" and module.use_clipped_linears:
-        return module.linear.in_features + module.linear.out_features
+        return int(module.linear.in_features + module.linear.out_features)
     if type(module).__name__ == "Gemma4RMSNorm" and end in _OF_HEADS:
         matrix = modules[f"{name.removesuffix(end)}{_OF_HEADS[end]}"].linear
-        return 2 * matrix.out_features - _kept(name, module)
+        return 2 * int(matrix.out_features) - _kept(name, module)
     return 0
 
 

@@ -565,6 +565,24 @@ def test_a_norm_with_a_bias_is_counted_as_one_without(config: str) -> None:
     assert facts.parameters > facts.blocks > 0
 
 
+def test_layers_with_other_heads_are_counted_by_their_own() -> None:
+    config = transformers.Gemma4TextConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        global_head_dim=32,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        vocab_size=99,
+        vocab_size_per_layer_input=99,
+    )
+    facts = facts_of(config, "gemma")
+    assert facts.attention == 2 * 2 * (16 + 16) * 2 + 2 * 2 * (32 + 32)
+    assert facts.kv.heads.key_size == 32
+
+
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_a_trained_tower_keeps_the_numbers_that_were_counted(family: str, tmp_path: Path) -> None:
     create_tiny_vision_model(tmp_path / "model", family)  # type: ignore[arg-type]

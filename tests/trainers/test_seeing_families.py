@@ -61,7 +61,7 @@ def gemma3() -> tuple[Any, Any]:
 
 
 def gemma4() -> tuple[Any, Any]:
-    """With inputs of each layer, keys of other layers, and capped logits."""
+    """With inputs of each layer, keys of other layers, capped logits, and a tower that hears."""
     from transformers import Gemma4Config
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
@@ -83,6 +83,13 @@ def gemma4() -> tuple[Any, Any]:
     config = Gemma4Config(
         text_config=text,
         vision_config={**tower, **pools, "position_embedding_size": 128},
+        audio_config={
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "output_proj_dims": 32,
+            "subsampling_conv_channels": [8, 4],
+        },
         image_token_id=IMAGE,
         boi_token_id=BEGIN,
         eoi_token_id=END,
