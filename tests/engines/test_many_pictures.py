@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from agentrl.models.vision import Vision
 from agentrl.placement.mesh import ONE_RANK
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.testing.vision_models import create_tiny_vision_model
 from agentrl.trainers.compute.forward import to_device
 from agentrl.trainers.compute.pictures import PictureReader
 from agentrl.trainers.local import LocalTrainer
@@ -28,6 +31,8 @@ from agentrl.trainers.spec import TrainerSpec
 from agentrl.trajectory import Message, Task, Terminated, Trajectory, Turn
 
 TURNS = 50
+GEMMA: tuple[Literal["gemma3", "gemma4"], ...] = ("gemma3", "gemma4")
+"""Families whose pictures are seen in both directions."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +75,18 @@ async def played(folder: Path) -> Trajectory:
     return Trajectory("e", task, tuple(turns), Terminated(), conversation.messages, 1.0)
 
 
-def test_a_row_of_fifty_pictures_has_the_engines_logprobs_in_the_trainer(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "model", ["tiny_vision", *(pytest.param(one, marks=pytest.mark.slow) for one in GEMMA)]
+)
+def test_a_row_of_fifty_pictures_has_the_engines_logprobs_in_the_trainer(
+    model: Literal["tiny_vision", "gemma3", "gemma4"], folder: Path, tmp_path: Path
+) -> None:
+    if model != "tiny_vision":
+        folder = tmp_path / model
+        create_tiny_vision_model(folder, model)
+        config = json.loads((folder / "config.json").read_text())
+        config["text_config"]["max_position_embeddings"] = 8192
+        (folder / "config.json").write_text(json.dumps(config))
     trajectory = asyncio.run(played(folder))
     (sample,) = to_samples(trajectory, 1.0)
     assert [placed.image for placed in sample.images] == [picture(n) for n in range(TURNS)]

@@ -94,7 +94,7 @@ def test_tokens_of_pictures_see_what_a_mask_of_all_tokens_says(
     few = data.draw(st.booleans())
     chosen = st.sets(st.integers(0, tokens - 1), min_size=1, max_size=4)
     needed_P = ints(sorted(data.draw(chosen)) if few else range(tokens))
-    kind = {
+    kind: dict[str, Any] = {
         "sliding_window": window,
         "softcap": softcap,
         "s_aux": torch.arange(HEADS) / 4 if sinks else None,
@@ -104,10 +104,9 @@ def test_tokens_of_pictures_see_what_a_mask_of_all_tokens_says(
     for own in (True, False):
         inputs = packed(tokens)
         if own:
-            module = torch.nn.Module()
-            out_SHD = attend(module, *inputs, None, segments=segments, needed_only=few, **kind)[0][
-                0
-            ]
+            query, key, value = inputs
+            options: dict[str, Any] = {"segments": segments, "needed_only": few, **kind}
+            out_SHD = attend(torch.nn.Module(), query, key, value, None, **options)[0][0]
         else:
             seen = spans if window is not None or not only_windows else []
             out_SHD = by_masks(inputs, lengths, shared, seen, **kind)
