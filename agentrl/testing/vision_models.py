@@ -12,6 +12,12 @@ VisionFamily = Literal[
     "gemma3", "gemma4", "idefics3", "internvl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm"
 ]
 _HIDDEN = 64
+_WINDOWS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 12,
+}
+"""Layers of both kinds before the last one, in which nothing depends on the tokens of pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,10 +256,9 @@ def _config(family: VisionFamily, tokenizer: Any) -> Any:
 def _of_gemma(text: Mapping[str, Any], number: Callable[[str], int]) -> Any:
     from transformers import Gemma3Config
 
-    own = {"query_pre_attn_scalar": 16, "sliding_window": 12, "rope_parameters": None}
-    layers = ["sliding_attention", "full_attention"]
+    own = {"query_pre_attn_scalar": 16, "rope_parameters": None, **_WINDOWS}
     return Gemma3Config(
-        text_config={**text, **own, "layer_types": layers},
+        text_config={**text, **own},
         vision_config={
             "hidden_size": 32,
             "intermediate_size": 64,
@@ -277,10 +282,9 @@ def _of_gemma_4(text: Mapping[str, Any], number: Callable[[str], int]) -> Any:
     from transformers import Gemma4Config
 
     own = {
+        **_WINDOWS,
         "global_head_dim": 32,
-        "sliding_window": 12,
         "rope_parameters": None,
-        "layer_types": ["sliding_attention", "full_attention"],
         "use_bidirectional_attention": "vision",
         "vocab_size_per_layer_input": text["vocab_size"],
         "hidden_size_per_layer_input": 8,

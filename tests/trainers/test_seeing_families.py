@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from agentrl.batch import collate
-from agentrl.models.vision import Vision, part_of
+from agentrl.models.vision import Vision, attention_of, part_of
 from agentrl.models.vision_families import FAMILIES
 from agentrl.placement.mesh import ONE_RANK
 from agentrl.trainers.compute.forward import to_device
@@ -65,10 +65,10 @@ def gemma4() -> tuple[Any, Any]:
     from transformers import Gemma4Config
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
-    layers = ["sliding_attention", "full_attention"] * 2
+    layers = ["sliding_attention", "full_attention"] * 3
     text = {
         **TEXT,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 6,
         "layer_types": layers,
         "sliding_window": 6,
         "global_head_dim": 32,
@@ -197,7 +197,7 @@ def test_packed_samples_of_each_family_are_its_own_for_each_alone(
         made.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
     own = AutoModelForImageTextToText.from_pretrained(
-        tmp_path, attn_implementation="eager", dtype=torch.float32
+        tmp_path, attn_implementation=attention_of(config, "eager"), dtype=torch.float32
     )
     vision = Vision(own, tmp_path)
     a, b, c = picture(1), picture(2, 50, 70), picture(3)
@@ -224,7 +224,8 @@ def test_packed_samples_of_each_family_are_its_own_for_each_alone(
     seen = set()
     for (name, parameter), expected in zip(model.named_parameters(), own.parameters(), strict=True):
         if expected.grad is not None:
-            scale = 1 + float(expected.grad.abs().max())
-            torch.testing.assert_close(parameter.grad, expected.grad, rtol=0, atol=1e-5 * scale)
+            # Against float64, both round gradients of Gemma 4 by up to 3e-5 of their size.
+            atol = (5e-5 if make is gemma4 else 1e-5) * (1 + float(expected.grad.abs().max()))
+            torch.testing.assert_close(parameter.grad, expected.grad, rtol=0, atol=atol)
             seen.add(part_of(name))
     assert seen == {"language", "tower", "projector"}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.errors import TrainingError
-from agentrl.models.vision import Vision, part_of
+from agentrl.models.vision import Vision, attention_of, part_of
 from agentrl.placement.mesh import ONE_RANK
 from agentrl.testing.vision_models import create_tiny_vision_model
 from agentrl.tokens.arrays import ints
@@ -37,10 +37,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def own(folder: Path) -> Any:
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
+    eager = attention_of(AutoConfig.from_pretrained(folder), "eager")
     return AutoModelForImageTextToText.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
+        folder, attn_implementation=eager, dtype=torch.float32
     )
 
 
@@ -116,8 +117,9 @@ def test_packed_samples_are_those_of_the_family_for_each_alone(
     seen = set()
     for (name, parameter), expected in zip(model.named_parameters(), own.parameters(), strict=True):
         assert expected.grad is not None, name
-        # torch's fused attention in Gemma 4's tower rounds gradients more than its own does.
-        atol = 2e-5 * (1 + float(expected.grad.abs().max()))
+        # Against float64, both round gradients of Gemma 4 by up to 3e-5 of their size.
+        close = 1e-5 if own.config.model_type == "gemma3" else 5e-5
+        atol = close * (1 + float(expected.grad.abs().max()))
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=0, atol=atol)
         seen.add(part_of(name))
     assert seen == {"language", "tower", "projector"}
