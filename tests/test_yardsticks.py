@@ -56,6 +56,17 @@ def test_an_order_holds_if_seeds_agree(
     assert verdict_of(GAME, GAME.orders[0], arms).words == words
 
 
+def test_an_order_at_equal_tokens_is_that_of_the_shorter_run() -> None:
+    arms = {
+        "a": {"1": ending(0.0, 0.4, 0.8), "2": ending(0.0, 0.4, 0.9)},
+        "b": {"1": ending(0.0, 0.5), "2": ending(0.0, 0.6)},
+    }
+    found = verdict_of(GAME, GAME.orders[0], arms)
+    assert (found.words, round(found.difference, 6)) == ("holds", 0.3)
+    equal = verdict_of(GAME, GAME.orders[0], arms, equal_tokens=True)
+    assert (equal.words, round(equal.difference, 6)) == ("reversed", -0.15)
+
+
 def test_a_run_has_collapsed_if_it_lost_most_of_what_it_had_gained() -> None:
     assert ending(0.2, 0.8, 0.3).collapsed("high")
     assert not ending(0.2, 0.8, 0.6).collapsed("high")

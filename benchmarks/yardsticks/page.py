@@ -23,9 +23,10 @@ seed, all arms of a yardstick begin with the same imitated model.
 
 Lines are means over seeds, bands the range; to the right the same by the tokens that were trained
 on. An order *holds* if the mean difference at the end, over seeds, is more than twice its standard
-error, is *reversed* if it is as much below 0, and is else *not shown*. *Collapsed* are runs that
-lost more than half of what they had gained. An order that does not hold is reported, and nothing
-is tuned until it does.
+error, is *reversed* if it is as much below 0, and is else *not shown*; and again at equal tokens
+trained on, all that the shorter run of each seed has (without those of groups that a filter leaves
+out, which have been sampled too). *Collapsed* are runs that lost more than half of what they had
+gained. An order that does not hold is reported, and nothing is tuned until it does.
 """
 COLOURS = ("#1f6f8b", "#c8553d", "#5b8c5a", "#8a5a9e")
 
@@ -73,9 +74,11 @@ def section(yardstick: Yardstick, arms: Mapping[str, Mapping[str, Curve]]) -> st
     for order in yardstick.orders:
         if order.better in arms and order.worse in arms:
             verdict = verdict_of(yardstick, order, arms)
+            equal = verdict_of(yardstick, order, arms, equal_tokens=True)
             lines.append(
                 f"- {order.better} better than {order.worse}: **{verdict.words}**"
-                f" ({verdict.difference:+.3f} ± {verdict.error:.3f}; seeds: {verdict.seeds})"
+                f" ({verdict.difference:+.3f} ± {verdict.error:.3f}; seeds: {verdict.seeds}); at"
+                f" equal tokens **{equal.words}** ({equal.difference:+.3f} ± {equal.error:.3f})"
             )
     lines += ["", *([yardstick.note, ""] if yardstick.note else [])]
     lines += [f"`python -m benchmarks.yardsticks {yardstick.name}`", ""]
@@ -83,16 +86,25 @@ def section(yardstick: Yardstick, arms: Mapping[str, Mapping[str, Curve]]) -> st
 
 
 def verdict_of(
-    yardstick: Yardstick, order: Order, arms: Mapping[str, Mapping[str, Curve]]
+    yardstick: Yardstick,
+    order: Order,
+    arms: Mapping[str, Mapping[str, Curve]],
+    *,
+    equal_tokens: bool = False,
 ) -> Verdict:
-    """Whether a published order holds, of the seeds that both arms have."""
+    """Whether a published order holds, of the seeds that both arms have: at the end, or when both
+    have trained on as many tokens as the shorter one of them has.
+    """
     sign = 1 if yardstick.best == "high" else -1
-    better, worse = arms[order.better], arms[order.worse]
-    differences = [
-        sign * (better[seed].values[-1] - worse[seed].values[-1])
-        for seed in better
-        if seed in worse
-    ]
+    differences = []
+    for seed, better in arms[order.better].items():
+        if (worse := arms[order.worse].get(seed)) is None:
+            continue
+        ends = better.values[-1], worse.values[-1]
+        if equal_tokens:
+            tokens = min(better.tokens[-1], worse.tokens[-1])
+            ends = better.at(tokens), worse.at(tokens)
+        differences.append(sign * (ends[0] - ends[1]))
     error = stdev(differences) / sqrt(len(differences)) if len(differences) > 1 else float("inf")
     return Verdict(order, fmean(differences), error, len(differences))
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -50,6 +52,10 @@ class Curve:
     values: Sequence[float]
     cpu_seconds: float
     commit: str
+
+    def at(self, tokens: int) -> float:
+        """The metric when so many tokens had been trained on, interpolated."""
+        return float(np.interp(tokens, self.tokens, self.values))
 
     def collapsed(self, best: Literal["high", "low"]) -> bool:
         """Whether more than half of what was gained at the best moment (0.05 at least) is lost at
