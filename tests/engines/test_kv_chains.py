@@ -214,7 +214,8 @@ def test_what_is_found_under_a_chain_s_origin_is_within_the_bound_in_any_order_o
 class VersionedModel:
     """In the place of a model: it knows which version has computed each token's KV in each slot."""
 
-    vocab_size, max_positions, sees = 50, 200, False
+    vocab_size, max_positions = 50, 200
+    sees = sees_both_ways = False
 
     def __init__(self) -> None:
         self.version = 0
