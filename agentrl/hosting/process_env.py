@@ -179,9 +179,10 @@ class ProcessEnv:
                 raise EnvProcessDiedError(f"{said} {how}{output}") from error
             raise EnvError(f"{said} its answer cannot be read: {error!r}{output}") from error
         if "error" in answer:
-            if answer["kind"] == "config":
+            kind = answer.get("kind")  # an interpreter of its own may have an older agentrl
+            if kind == "config":
                 raise ConfigError(str(answer["error"]))
-            if answer["kind"] == "outage":
+            if kind == "outage":
                 raise OutageError(str(answer["error"]))
             raise EnvError(f"{self.name}.{call} raised {answer['error']}{worker.last_output()}")
         return answer

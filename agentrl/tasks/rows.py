@@ -344,7 +344,10 @@ def _picture(value: Any) -> EncodedImage | None:
     """
     if type(value).__module__.startswith("PIL."):
         file = io.BytesIO()
-        value.save(file, "png")
+        try:
+            value.save(file, "png")
+        except (OSError, ValueError) as error:  # in colours that PNG does not have, such as CMYK
+            raise ImageError(f"it cannot be written as PNG: {error}") from error
         value = file.getvalue()
     return EncodedImage(value) if isinstance(value, bytes) else None
 

@@ -21,6 +21,7 @@ from agentrl.errors import ConfigError
 from agentrl.protocols import Observation
 from agentrl.runs.task_sources import fingerprints
 from agentrl.tasks.dataset import DatasetTasks
+from agentrl.tasks.rows import BadRowError, as_line
 from agentrl.tokens.encoded_image import EncodedImage
 
 RED, BLUE = (
@@ -200,6 +201,15 @@ def test_bytes_that_are_no_whole_picture_are_named_with_their_column(folder: Pat
     cut = {"prompt": "Which?", "answer": "red", "image": {"bytes": RED.data[:-9], "path": "x"}}
     with pytest.raises(ConfigError, match=r"row 1: column 'image': bytes .* as a picture, .*cut"):
         tasks(parquet(folder / "data.parquet", cut))
+
+
+def test_pictures_that_the_package_datasets_has_decoded_are_taken_or_named() -> None:
+    pixels = Image.open(io.BytesIO(RED.data))
+    address = json.loads(as_line({"image": pixels}))["image"]
+    decoded = np.asarray(Image.open(io.BytesIO(EncodedImage.from_address(address).data)))
+    assert (decoded == np.asarray(pixels)).all()
+    with pytest.raises(BadRowError, match=r"column 'image': .* cannot be written as PNG: .*CMYK"):
+        as_line({"image": Image.new("CMYK", (2, 2))})
 
 
 def test_a_mark_without_pictures_is_text(folder: Path) -> None:
