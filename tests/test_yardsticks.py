@@ -2,7 +2,9 @@
 curves say.
 """
 
+import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,14 @@ from agentrl.config import load_config
 from benchmarks.yardsticks.curves import read_results, write_results
 from benchmarks.yardsticks.page import HEAD, section, verdict_of
 from benchmarks.yardsticks.table import YARDSTICKS
+from benchmarks.yardsticks.tic_tac_toe import (
+    AgainstMinimax,
+    TicTacToe,
+    best_moves,
+    clumsy_player,
+    moves,
+    value,
+)
 from benchmarks.yardsticks.yardstick import EXAMPLES, Curve, Order, Yardstick
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -85,3 +95,50 @@ def test_the_page_is_what_the_curves_say(tmp_path: Path) -> None:
     assert pictures == {one.name for one in (DOCS / "pictures").glob("yardstick_*.png")}
     write_results(results, tmp_path / "results.json")
     assert read_results(tmp_path / "results.json") == results
+
+
+def test_whoever_plays_best_in_tic_tac_toe_never_loses() -> None:
+    assert value("." * 9, "X") == 0
+    ends = Counter[float]()
+    for seed in range(100):
+        env, rng = AgainstMinimax(), random.Random(seed)
+        env.reset(seed=seed, options={})
+        ended, reward = False, 0.0
+        while not ended:
+            skill = seed % 2  # every other player is as good
+            _, reward, ended, *_ = env.step(clumsy_player(env, rng, skill=float(skill)))
+        ends[reward] += 1
+        assert reward <= 0
+        assert reward == 0 or seed % 2 == 0
+    assert min(ends[0.0], ends[-1.0]) > 20
+
+
+@pytest.mark.parametrize(
+    ("cells", "rewards"),
+    [
+        ("14253", {"first": 1.0, "second": -1.0}),
+        ("1422", {"first": 1.0, "second": -1.0}),
+        ("1x", {"first": 1.0, "second": -1.0}),
+        ("132465798", {"first": 0.0, "second": 0.0}),
+    ],
+)
+def test_a_row_wins_tic_tac_toe_and_a_taken_cell_loses(
+    cells: str, rewards: dict[str, float]
+) -> None:
+    env = TicTacToe()
+    seen, told = env.reset(seed=0, options={})
+    assert (seen, told["agent"]) == ("1 2 3\n4 5 6\n7 8 9", "first")
+    for number, cell in enumerate(cells, 1):
+        seen, _, ended, _, told = env.step(cell)
+        assert ended == (number == len(cells))
+    assert told["rewards"] == rewards
+    assert told["success"] == {agent: reward >= 0 for agent, reward in rewards.items()}
+
+
+def test_each_agent_of_tic_tac_toe_sees_its_own_marks_as_x() -> None:
+    env = TicTacToe()
+    env.reset(seed=0, options={})
+    assert env.step("5")[0] == "1 2 3\n4 O 6\n7 8 9"
+    assert env.step("1")[0] == "O 2 3\n4 X 6\n7 8 9"
+    assert best_moves("XX.OO....", "X") == [2]
+    assert moves("XX.OO....") == [2, 5, 6, 7, 8]

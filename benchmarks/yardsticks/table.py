@@ -65,6 +65,28 @@ YARDSTICKS = (
         note="In Kuhn poker the first seat loses 1/18 of a chip only, so roles say little.",
     ),
     Yardstick(
+        "tic_tac_toe",
+        "Self-play goes from no draw against a player that never loses to only draws in 40 steps,"
+        " and collapses within 80 to 110 (tinker-cookbook).",
+        "kuhn_self_play",
+        {"itself alone": ["recipe.latest=1"], "earlier versions too": []},
+        settings=[
+            "env={name: 'benchmarks.yardsticks.tic_tac_toe:TicTacToe', options: {}}",
+            "recipe.demonstrations.player=benchmarks.yardsticks.tic_tac_toe:clumsy_player",
+            "recipe.demonstrations.episodes=2048",
+            "rollout.budget.turns=9",
+            "rollout.group_size=8",
+            "steps=100",
+            "trainer.lr=3e-4",
+            "trainer.schedule=constant",
+            "algorithm.entropy_bonus=0.01",
+            "evaluation.tasks=20",
+            "evaluation.suites=[{name: minimax, tasks: 100, every: 4,"
+            " env: 'benchmarks.yardsticks.tic_tac_toe:AgainstMinimax'}]",
+        ],
+        metric="eval/minimax/success",
+    ),
+    Yardstick(
         "guess_number",
         "A discount of 0.9 finds binary search, none does not (GEM, arXiv:2510.01051).",
         "learn/guess_number",
