@@ -69,7 +69,7 @@ YARDSTICKS = (
         "Self-play goes from no draw against a player that never loses to only draws in 40 steps,"
         " and collapses within 80 to 110 (tinker-cookbook).",
         "kuhn_self_play",
-        {"itself alone": ["recipe.latest=1"], "earlier versions too": []},
+        {"itself alone": ["recipe.latest=1"]},
         settings=[
             "env={name: 'benchmarks.yardsticks.tic_tac_toe:TicTacToe', options: {}}",
             "recipe.demonstrations.player=benchmarks.yardsticks.tic_tac_toe:clumsy_player",
