@@ -9,8 +9,8 @@ thread waits for a core that other processes use, so a busy machine does not cou
 long as it would on a core of its own.
 
 *frontier*: how many of 15,360 cores of environments 0, 8 and 64 rollout workers keep busy, by how
-long a step computes. *scaling*: ROLL's setting (10 turns of N(10, 5) s, groups of 8, synchronous)
-with 256 and 15,360 cores.
+long a step computes. *scaling*: ROLL's setting (10 turns of N(10, 5) s, groups of 8) with 256 and
+15,360 cores, synchronous and one step off.
 
 *published*: steps that NVIDIA published for NeMo RL, planned and simulated (`agentrl plan`).
 
@@ -304,12 +304,15 @@ class Setting:
     cores: int = CORES
     workers: int = 64
     train_seconds: float = 0.0
+    max_staleness: int = 0
+    steps: int = 1
 
     def run(self) -> Report:
-        """Simulate a synchronous step of an episode on each core. The engines answer at once: they
+        """Simulate steps of as many episodes as there are cores. The engines answer at once: they
         never are the bottleneck.
         """
         rollout = RolloutConfig(
+            max_staleness=self.max_staleness,
             groups_per_step=self.cores // GROUP,
             group_size=GROUP,
             workers=self.workers,
@@ -326,7 +329,7 @@ class Setting:
             cpu=MEASURED,
             train_seconds=Constant(value=self.train_seconds),
         )
-        return World(rollout, simulation, 1).run()
+        return World(rollout, simulation, self.steps).run()
 
 
 def frontier(console: Console) -> None:
@@ -360,28 +363,38 @@ def scaling(console: Console) -> None:
     """Print seconds a step in ROLL's setting, by the number of cores."""
     table = Table(
         "cores",
-        "episodes a step",
         "rollout workers",
+        "steps off",
         "s a step",
         "episodes/s",
         "a core, of 256",
+        "cores busy",
         "controller busy",
-        title="10 turns of N(10, 5) s, groups of 8, synchronous, 30 s of training",
+        title="10 turns of N(10, 5) s, groups of 8, an episode a core a step, 30 s of training",
     )
     step = Normal(mean=10, sd=5, floor=0.1)
-    first = 0.0
-    for cores, workers in ((256, 0), (CORES, 0), (CORES, 8)):
-        report = Setting(step, 10, cores, workers, train_seconds=30.0).run()
-        seconds = fmean(report.step_seconds)
+    first: dict[int, float] = {}
+    for cores, workers, off in (
+        (256, 0, 0),
+        (CORES, 0, 0),
+        (CORES, 8, 0),
+        (256, 0, 1),
+        (CORES, 8, 1),
+    ):
+        # One step off, the first step and the last have nothing beside them.
+        steps = 5 if off else 1
+        report = Setting(step, 10, cores, workers, 30.0, off, steps).run()
+        seconds = fmean(report.step_seconds[1:-1] if off else report.step_seconds)
         rate = cores / seconds
-        first = first or rate / cores
+        first.setdefault(off, rate / cores)
         table.add_row(
             f"{cores:,}",
-            f"{cores:,}",
             str(workers),
+            str(off),
             f"{seconds:.0f}",
             f"{rate:.1f}",
-            f"{rate / cores / first:.0%}",
+            f"{rate / cores / first[off]:.0%}",
+            f"{report.env_core_load:.0%}",
             f"{report.controller_load:.1%}",
         )
         console.print(f"{cores:,} cores, {workers} workers: {report.cpu_seconds:.0f} CPU-s")

@@ -1,21 +1,19 @@
 """`Parcel`: a value on its way to another process of this machine. Its arrays lie in memory that
 both processes map, so they are copied once and not through a pipe.
 
-They are pickled out of band (PEP 574). What the other process unpickles are views of that memory,
+They are pickled out of band (`Pickled`). What the other process unpickles are views of that memory,
 which cannot be written to.
 """
 
-import mmap
 import os
-import pickle
+import secrets
 from dataclasses import dataclass
-from io import BytesIO
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-_LEAST_BYTES = 1024
-"""Smaller buffers are pickled with everything else."""
+from agentrl.net.pickled import Pickled
+
 _ALIGNMENT_BYTES = 64
 """The places of buffers are multiples of it, as those of numpy's and torch's own arrays."""
 
@@ -36,40 +34,54 @@ class Parcel:
     @classmethod
     def of(cls, value: Any) -> "Parcel":
         """Pickle a value, and copy its large buffers."""
-        stream, large = BytesIO(), list[memoryview]()
+        # multiprocessing's own pickler passes tensors in shared memory.
+        return cls.around(Pickled.of(value, ForkingPickler))
 
-        def stays_in_band(buffer: pickle.PickleBuffer) -> bool:
-            raw = buffer.raw()
-            if raw.nbytes < _LEAST_BYTES:
-                return True
-            large.append(raw)
-            return False
-
-        # multiprocessing's own pickler passes tensors in shared memory; it takes these by position.
-        ForkingPickler(stream, 5, True, stays_in_band).dump(value)
-        if not large:
-            return cls(stream.getvalue())
-        memory = os.memfd_create("agentrl-call")
+    @classmethod
+    def around(cls, pickled: Pickled) -> "Parcel":
+        """Copy the large buffers of a pickled value."""
+        rest = bytes(pickled.rest)
+        if not pickled.buffers:
+            return cls(rest)
+        memory = os.memfd_create("agentrl-parcel")
         places = []
         with open(memory, "wb", buffering=0, closefd=False) as file:
             end = 0
-            for raw in large:
+            for raw in pickled.buffers:
                 place = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
                 end = place + raw.nbytes
                 os.ftruncate(memory, end)
                 file.seek(place)
                 _write_all(file, raw)
                 places.append((place, raw.nbytes))
-        return cls(stream.getvalue(), tuple(places), os.getpid(), memory)
+        return cls(rest, tuple(places), os.getpid(), memory)
+
+    def mapped(self) -> Pickled:
+        """The pickled value, in this process or in another one of this machine, with its buffers
+        where they are. From then on the process that made it may give it up.
+
+        Raises:
+            OSError: that process has ended, or it has given it up.
+        """
+        if not self.buffers:
+            return Pickled(self.pickled)
+        import torch  # whoever gets parcels has it, and it maps files without keeping them open
+
+        path, size = f"/proc/{self.owner}/fd/{self.memory}", sum(self.buffers[-1])
+        try:
+            mapped = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise OSError(f"{path} cannot be mapped: {error}") from error
+        whole = mapped.numpy().data
+        return Pickled(self.pickled, [whole[place : place + size] for place, size in self.buffers])
 
     def open(self) -> Any:
-        """Unpickle the value, in this process or in another one of this machine."""
-        if not self.buffers:
-            return pickle.loads(self.pickled)
-        with Path(f"/proc/{self.owner}/fd/{self.memory}").open("rb") as file:
-            mapped = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-        views = [mapped[place : place + size] for place, size in self.buffers]
-        return pickle.loads(self.pickled, buffers=views)
+        """Unpickle the value, in this process or in another one of this machine.
+
+        Raises:
+            OSError: the process that made it has ended, or it has given it up.
+        """
+        return self.mapped().open()
 
     def close(self) -> None:
         """Give the memory up, in the process that made it. Processes that have opened it keep what
@@ -77,6 +89,34 @@ class Parcel:
         """
         if self.buffers:
             os.close(self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProbe:
+    """Shows whether another process can open what this one has in memory. The name is a secret, so
+    that no process of another machine is taken for this one.
+    """
+
+    owner: int
+    """Id of the process."""
+    memory: int
+    """Its file descriptor of some memory."""
+    name: str
+    """The name of that memory."""
+
+    @classmethod
+    def of_this_process(cls) -> "MemoryProbe":
+        """One that lasts as long as this process."""
+        name = f"agentrl-{secrets.token_hex(16)}"
+        return cls(os.getpid(), os.memfd_create(name), name)
+
+    def is_reachable(self) -> bool:
+        """Whether this process can open the memory of the other one."""
+        try:
+            found = Path(f"/proc/{self.owner}/fd/{self.memory}").readlink()
+        except OSError:
+            return False
+        return str(found) == f"/memfd:{self.name} (deleted)"
 
 
 def _write_all(file: Any, raw: memoryview) -> None:

@@ -1,21 +1,31 @@
 """`MessageLink`: a stream of messages between two processes of a run, over a socket.
 
 All messages of one turn of the event loop are pickled together and sent as one frame, so that the
-busier the loop is, the less each message costs. A rollout worker connects to the `Door` of the
-controller, and to those of engines. It shows the token of a door before anything of it is
-unpickled.
+busier the loop is, the less each message costs. Large buffers of them, such as the tokens of an
+episode, follow as they are, and arrive where they stay:
+
+    | number of parts | size of each | messages, pickled | buffer | buffer | ...
+
+A rollout worker connects to the `Door` of the controller, and to those of engines. It shows the
+token of a door before anything of it is unpickled.
 """
 
 import asyncio
 import hmac
-import pickle
 import secrets
+import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-_LENGTH_BYTES = 8
+import numpy as np
+
+from agentrl.net.pickled import Pickled
+
+_COUNT = struct.Struct("!I")
+_AREA_BYTES = 1 << 16
+"""Most that is read at once of frames whose sizes are not known. The beginning of a frame fits."""
 _TOKEN_BYTES = 32
 _RANK_BYTES = 4
 CONNECT_SECONDS = 60.0
@@ -31,7 +41,39 @@ class Door:
     token: bytes
 
 
-class MessageLink(asyncio.Protocol):
+class _Frame:
+    """A frame of which the sizes of all parts have arrived."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._parts = [np.empty(size, np.uint8).data for size in sizes]
+        self._place = 0
+        self.missing = self._parts[0]
+        """What is to be filled next, in place; empty when the frame has arrived."""
+
+    def fill(self, received: memoryview) -> int:
+        """Copy what it lacks; returns how much that is."""
+        taken = 0
+        while self.missing and taken < len(received):
+            size = min(len(self.missing), len(received) - taken)
+            self.missing[:size] = received[taken : taken + size]
+            taken += size
+            self.note_filled(size)
+        return taken
+
+    def note_filled(self, size: int) -> None:
+        """The next bytes have been written into `missing`."""
+        self.missing = self.missing[size:]
+        if not self.missing and self._place + 1 < len(self._parts):
+            self._place += 1
+            self.missing = self._parts[self._place]
+
+    def messages(self) -> Sequence[Any]:
+        """All of its messages."""
+        messages: Sequence[Any] = Pickled(self._parts[0], self._parts[1:]).open()
+        return messages
+
+
+class MessageLink(asyncio.BufferedProtocol):
     """One side of the stream. `take` gets each message, in order. What it raises is a defect: the
     event loop reports it, and the link ends.
     """
@@ -39,7 +81,9 @@ class MessageLink(asyncio.Protocol):
     def __init__(self, take: Callable[[Any], object]) -> None:
         self._take = take
         self._transport: asyncio.Transport | None = None
-        self._received = bytearray()
+        self._area = memoryview(bytearray(_AREA_BYTES))
+        self._filled = 0
+        self._frame: _Frame | None = None
         self._outbox: list[Any] = []
         self._loop = asyncio.get_running_loop()
         self.closed: asyncio.Future[BaseException | None] = self._loop.create_future()
@@ -51,31 +95,49 @@ class MessageLink(asyncio.Protocol):
         return self._transport is not None and not self.closed.done()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
+        """See `asyncio.BufferedProtocol`."""
         # Those of uvloop, on which actors of Ray run, only look like an asyncio.Transport.
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
+        """See `asyncio.BufferedProtocol`."""
         if not self.closed.done():
             self.closed.set_result(error)
 
-    def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
-        received = self._received
-        received += data
-        begin = 0
-        while len(received) - begin >= _LENGTH_BYTES:
-            end = begin + _LENGTH_BYTES
-            end += int.from_bytes(received[begin:end])
-            if len(received) < end:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See `asyncio.BufferedProtocol`."""
+        return self._area[self._filled :] if self._frame is None else self._frame.missing
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See `asyncio.BufferedProtocol`."""
+        if self._frame is not None:
+            self._frame.note_filled(nbytes)
+            self._deliver_if_whole(self._frame)
+            return
+        received = self._area[: self._filled + nbytes]
+        left = received[self._read(received) :]
+        self._filled = len(left)
+        self._area[: self._filled] = left
+
+    def _read(self, received: memoryview) -> int:
+        """Take the frames that have arrived; returns the bytes that are not needed any more."""
+        read = 0
+        while self._frame is None and len(received) - read >= _COUNT.size:
+            (count,) = _COUNT.unpack_from(received, read)
+            sizes = struct.Struct(f"!{count}Q")
+            begin = read + _COUNT.size + sizes.size
+            if begin > len(received):
                 break
-            with memoryview(received) as view, view[begin + _LENGTH_BYTES : end] as frame:
-                messages: Sequence[Any] = pickle.loads(frame)
-            begin = end
-            for message in messages:
+            self._frame = _Frame(sizes.unpack_from(received, read + _COUNT.size))
+            read = begin + self._frame.fill(received[begin:])
+            self._deliver_if_whole(self._frame)
+        return read
+
+    def _deliver_if_whole(self, frame: _Frame) -> None:
+        if not frame.missing:
+            self._frame = None
+            for message in frame.messages():
                 self._take(message)
-        del received[:begin]
 
     def send(self, message: Any) -> None:
         """Send a message, after all earlier ones. It is lost if the link has ended."""
@@ -96,8 +158,12 @@ class MessageLink(asyncio.Protocol):
         if not outbox or not self.is_open:
             return
         assert self._transport is not None
-        frame = pickle.dumps(outbox, protocol=pickle.HIGHEST_PROTOCOL)
-        self._transport.writelines([len(frame).to_bytes(_LENGTH_BYTES), frame])
+        pickled = Pickled.of(outbox)
+        parts = [pickled.rest, *pickled.buffers]
+        sizes = struct.pack(f"!{len(parts)}Q", *map(len, parts))
+        self._transport.writelines([_COUNT.pack(len(parts)), sizes, pickled.rest])
+        for buffer in pickled.buffers:
+            self._transport.write(buffer)
 
 
 class _Entrance(MessageLink):
@@ -111,24 +177,19 @@ class _Entrance(MessageLink):
         self._admitted = False
         self._patience = self._loop.call_later(CONNECT_SECONDS, self._refuse)
 
-    def data_received(self, data: bytes) -> None:
+    def _read(self, received: memoryview) -> int:
         if self._admitted:
-            super().data_received(data)
-            return
-        self._received += data
-        if len(self._received) < _TOKEN_BYTES + _RANK_BYTES:
-            return
-        token = bytes(self._received[:_TOKEN_BYTES])
-        rank = int.from_bytes(self._received[_TOKEN_BYTES : _TOKEN_BYTES + _RANK_BYTES])
-        if not hmac.compare_digest(token, self._token):
+            return super()._read(received)
+        begin = _TOKEN_BYTES + _RANK_BYTES
+        if len(received) < begin:
+            return 0
+        if not hmac.compare_digest(received[:_TOKEN_BYTES], self._token):
             self._refuse()
-            return
+            return len(received)
         self._patience.cancel()
-        rest = bytes(self._received[_TOKEN_BYTES + _RANK_BYTES :])
-        self._received.clear()
         self._admitted = True
-        self._take = self._admit(rank, self)
-        super().data_received(rest)
+        self._take = self._admit(int.from_bytes(received[_TOKEN_BYTES:begin]), self)
+        return begin + super()._read(received[begin:])
 
     def connection_lost(self, error: Exception | None) -> None:
         self._patience.cancel()

@@ -1,6 +1,8 @@
 """Rollout workers: on the event loop of the test, in processes, and as actors of Ray."""
 
 import asyncio
+import gc
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.cluster.parcel import MemoryProbe, Parcel
 from agentrl.cluster.processes import ProcessWorker
 from agentrl.cluster.workers import StartWorker
 from agentrl.engines.router import Router
@@ -19,6 +22,7 @@ from agentrl.errors import ConfigError, EngineError, WorkerDiedError
 from agentrl.flow import Flow
 from agentrl.ledger.ledger import Ledger
 from agentrl.net.link import Door, MessageLink, connect, open_door
+from agentrl.net.pickled import Pickled
 from agentrl.plugins import NoSettings
 from agentrl.protocols import Engine, GenerateRequest
 from agentrl.rollout.assignment import Assignment, MemberReport, TokensSampled, TurnsPlayed
@@ -422,4 +426,61 @@ def test_an_episode_reports_its_tokens_and_turns_while_it_is_played():
         assert shown[-2][0].turns == played.turns[:3]
 
     reports: list[MemberReport] = []
+    asyncio.run(main())
+
+
+def speaks_long(request: GenerateRequest) -> bytes:
+    """An answer of 20,000 tokens, which depends on the seed and the prompt."""
+    return says(request) + b"." * 20_000
+
+
+LONG = replace(POLICY, sampling=SAMPLING.model_copy(update={"max_tokens": 30_000}))
+
+
+def memory_of_parcels() -> tuple[int, int]:
+    """How often this process maps the memory of parcels, and how many it keeps."""
+    mapped = Path("/proc/self/maps").read_text().count("agentrl-parcel")
+    kept = [os.readlink(one.path) for one in os.scandir("/proc/self/fd") if one.is_symlink()]
+    return mapped, sum("agentrl-parcel" in name for name in kept)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("here", [True, False], ids=["this machine", "another"])
+def test_long_episodes_are_mapped_where_the_worker_has_laid_them(place, here, monkeypatch):
+    if not here:
+        monkeypatch.setattr(MemoryProbe, "is_reachable", lambda probe: False)
+
+    async def main() -> None:
+        engine = ScriptedEngine.replying(speaks_long, max_context=1 << 17)
+        async with workers_at(place, 1, engine) as workers, asyncio.timeout(PATIENCE_SECONDS):
+            gc.collect()
+            mapped, _ = memory_of_parcels()
+            found = [await workers.play(LONG, episode(seed), print) for seed in (2, 3)]
+            assert memory_of_parcels()[0] - mapped == (2 if here else 0)
+            await eventually(lambda: memory_of_parcels()[1] == 0)  # the worker has given it up
+        async with engine, dice_parts(lambda name: engine) as make_runner:
+            runner = make_runner(LONG)
+            wanted = [await runner.play(episode(seed), print) for seed in (2, 3)]
+        for (one,), (other,) in zip(found, wanted, strict=True):
+            assert without_times(one) == without_times(other)
+
+    asyncio.run(main())
+
+
+def test_an_episode_whose_memory_is_gone_is_lost_with_its_worker(monkeypatch):
+    def gone(parcel: Parcel) -> Pickled:
+        raise FileNotFoundError("/proc/1/fd/9")
+
+    async def main() -> None:
+        engine = ScriptedEngine.replying(speaks_long, max_context=1 << 17)
+        async with workers_at("inline", 1, engine) as workers, asyncio.timeout(PATIENCE_SECONDS):
+            with monkeypatch.context() as patched:
+                patched.setattr(Parcel, "mapped", gone)
+                (lost,) = await workers.play(LONG, episode(), print)
+            assert isinstance(lost.status, Failed)
+            assert "cannot be read: /proc/1/fd/9" in lost.status.error
+            (played,) = await workers.play(LONG, episode(), print)
+            assert played.status == Terminated()
+            await eventually(lambda: memory_of_parcels()[1] == 0)
+
     asyncio.run(main())

@@ -9,16 +9,19 @@ from itertools import count
 from typing import Any
 
 from agentrl.cluster.engine_link import EngineServer, ReplicaAnswer
+from agentrl.cluster.parcel import Parcel
 from agentrl.cluster.ray_prompts import HeldPrompts
 from agentrl.errors import WorkerDiedError, as_exception
 from agentrl.flow import Flow, Suspect, elapsed, now
 from agentrl.net.link import MessageLink
+from agentrl.net.pickled import Pickled
 from agentrl.protocols import GenerateRequest
 from agentrl.rollout.assignment import Assignment, Report, TokensSampled, TurnsPlayed
 from agentrl.rollout.workers.messages import (
     AskedDirectly,
     Cancel,
     Cancelled,
+    MemoryShared,
     Play,
     Played,
     PlayedPolicy,
@@ -26,6 +29,7 @@ from agentrl.rollout.workers.messages import (
     Pulse,
     Raised,
     Ready,
+    Received,
     Sampled,
     Welcome,
 )
@@ -46,7 +50,7 @@ class _Episode:
     report: Report
     suspect: Suspect
     """What the worker may die of."""
-    ended: asyncio.Future[bytes]
+    ended: asyncio.Future[Pickled]
     """Its pickled trajectories."""
     progress: ProgressReader = field(default_factory=ProgressReader)
 
@@ -104,7 +108,7 @@ class WorkerConnection:
             Exception: what the episode has raised, except for failures of a rollout.
         """
         number = next(self._numbers)
-        ended: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[Pickled] = asyncio.get_running_loop().create_future()
         self._episodes[number] = _Episode(report, suspect, ended)
         self.link.send(Play(number, policy, pickle.dumps(assignment)))
         try:
@@ -120,7 +124,7 @@ class WorkerConnection:
             del self._episodes[number]
         if ended.cancelled():
             raise WorkerDiedError(ROLE, self.rank, "it has given the episode up")
-        played: tuple[Trajectory, ...] = pickle.loads(ended.result())
+        played: tuple[Trajectory, ...] = ended.result().open()
         return played
 
     def lose(self, why: WorkerDiedError) -> list[Suspect]:
@@ -143,16 +147,33 @@ class WorkerConnection:
             case Pulse(cpu_seconds, busy_seconds):
                 self.last_pulse = now()
                 self.cpu_seconds, self.busy_seconds = cpu_seconds, busy_seconds
-            case Ready():
+            case Ready(probe):
                 self.is_ready, self.last_pulse = True, now()
+                if probe.is_reachable():
+                    self.link.send(MemoryShared())
                 self._became_ready()
             case Sampled(answers):
                 for number, sampled in answers.items():
                     self._report(number, sampled)
+            case Played(number, Parcel() as parcel):
+                self._take_parcel(number, parcel)
             case Progress() | Played() | Raised() | Cancelled():
                 # A cancelled episode is no longer among them.
                 if (episode := self._episodes.get(message.number)) is not None:
                     _take_news(episode, message)
+
+    def _take_parcel(self, number: int, parcel: Parcel) -> None:
+        """Map the trajectories of an episode now: they would be lost if the worker died before
+        they are read.
+        """
+        news: Played | Raised
+        try:
+            news = Played(number, parcel.mapped())
+        except OSError as error:
+            why = f"what it has played cannot be read: {error}"
+            news = Raised(number, WorkerDiedError(ROLE, self.rank, why))
+        self.link.send(Received(number))
+        self.take(news)
 
     def _report(self, number: int, report: TokensSampled) -> None:
         if (episode := self._episodes.get(number)) is not None:
@@ -169,7 +190,7 @@ def _take_news(episode: _Episode, news: Progress | Played | Raised | Cancelled) 
         case Progress(_, changes):
             segments = episode.progress.segments(pickle.loads(changes))
             episode.report(TurnsPlayed(segments))
-        case Played(_, trajectories) if not ended.done():
+        case Played(_, Pickled() as trajectories) if not ended.done():
             ended.set_result(trajectories)
         case Raised(_, error) if not ended.done():
             ended.set_exception(as_exception(error))

@@ -15,8 +15,10 @@ from typing import Any
 
 from agentrl.cluster.engine_link import portable
 from agentrl.cluster.memory_pressure import prefer_to_kill
+from agentrl.cluster.parcel import MemoryProbe, Parcel
 from agentrl.flow import Flow, busy_seconds, elapsed, freeze_gc, note_played, run_steadily
 from agentrl.net.link import Door, MessageLink, connect
+from agentrl.net.pickled import Pickled
 from agentrl.protocols import Engine
 from agentrl.rollout.assignment import Assignment, MemberReport, Report, TokensSampled, TurnsPlayed
 from agentrl.rollout.runner import EpisodeRunner
@@ -24,6 +26,7 @@ from agentrl.rollout.workers.messages import (
     Cancel,
     Cancelled,
     HavePlayed,
+    MemoryShared,
     Play,
     Played,
     PlayedPolicy,
@@ -31,6 +34,7 @@ from agentrl.rollout.workers.messages import (
     Pulse,
     Raised,
     Ready,
+    Received,
     Sampled,
     Stop,
     Welcome,
@@ -45,6 +49,9 @@ _SAMPLED_SECONDS = 0.5
 """Between two reports of the tokens that were sampled. They cost the controller by live episode."""
 _SAME_CLOCK_SECONDS = 1.0
 """Clocks that differ by less are those of one machine, seen through a message."""
+
+_LEAST_SHARED_BYTES = 1 << 15
+"""To map memory costs the controller as much as to read so many bytes from a socket."""
 
 MakeRunner = Callable[[PlayedPolicy], EpisodeRunner]
 """Makes what plays the episodes of a policy."""
@@ -99,6 +106,10 @@ class _Playing:
     runners: dict[PlayedPolicy, EpisodeRunner] = field(default_factory=dict)
     sampled: dict[int, TokensSampled] = field(default_factory=dict)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    shares_memory: bool = False
+    """The controller can open the memory of this process."""
+    parcels: dict[int, Parcel] = field(default_factory=dict)
+    """Those of episodes that have ended, which the controller has not opened yet."""
     ahead: float = 0.0
     """Seconds by which the clock of this machine is ahead of the controller's."""
 
@@ -111,11 +122,13 @@ class _Playing:
         self.link = link
         link.closed.add_done_callback(lambda _: self.stopped.set())
         async with self.flow:
-            link.send(Ready())
+            link.send(Ready(MemoryProbe.of_this_process()))
             self.flow.start(self._give_signs_of_life(), name="pulse")
             with self.engines.connecting(partial(self.flow.start, name="connect")):
                 await self.stopped.wait()
             self.flow.cancel()
+        for parcel in self.parcels.values():
+            parcel.close()
 
     def take(self, message: Any) -> None:
         """Take a message of the controller."""
@@ -133,6 +146,10 @@ class _Playing:
                 self.ahead = ahead if abs(ahead) > _SAME_CLOCK_SECONDS else 0.0
             case HavePlayed():
                 note_played()
+            case MemoryShared():
+                self.shares_memory = True
+            case Received(number):
+                self.parcels.pop(number).close()
             case Stop():
                 self.stopped.set()
 
@@ -145,7 +162,7 @@ class _Playing:
                 played = [_earlier(trajectory, self.ahead) for trajectory in played]
             self._send_sampled_of(number)
             sealed = tuple(trajectory.sealed() for trajectory in played)
-            self._send(Played(number, pickle.dumps(sealed, pickle.HIGHEST_PROTOCOL)))
+            self._send(Played(number, self._packed(number, sealed)))
         except asyncio.CancelledError:
             self._send_sampled_of(number)
             self._send(Cancelled(number))
@@ -154,6 +171,14 @@ class _Playing:
             self._send(Raised(number, portable(error, f"rollout worker {self.rank}")))
         finally:
             self.episodes.pop(number, None)
+
+    def _packed(self, number: int, played: tuple[Trajectory, ...]) -> Pickled | Parcel:
+        """The trajectories of an episode, in shared memory if that costs the controller less."""
+        pickled = Pickled.of(played)
+        if not self.shares_memory or pickled.buffer_bytes < _LEAST_SHARED_BYTES:
+            return pickled
+        parcel = self.parcels[number] = Parcel.around(pickled)
+        return parcel
 
     def _runner(self, policy: PlayedPolicy) -> EpisodeRunner:
         if policy not in self.runners:

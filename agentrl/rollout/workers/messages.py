@@ -2,6 +2,7 @@
 
     controller ── Play, Cancel ─▶ worker      an episode, from its assignment to its trajectories
                ◀─ Sampled, Progress, Played, Raised, Cancelled ──
+    controller ── MemoryShared, Received ─▶ worker      how large episodes travel
     controller ── Serves, ClockHeld, ClockReleased ─▶ worker      an engine and its clock
     controller ── ServesDirectly ─▶ worker    which replicas it may ask itself
                ◀─ AskedDirectly ──            what it has asked there
@@ -10,14 +11,18 @@
 
 Requests to an engine travel as agentrl/cluster/engine_link.py says, over this link or over one
 to the engine itself.
-Assignments and trajectories travel as bytes of their own: they are unpickled by the task that waits
-for them, and a defect in one harms no other.
+Assignments and trajectories are pickled by themselves: they are unpickled by the task that waits
+for them, and a defect in one harms no other. From a worker on the controller's machine, long
+episodes do not travel at all: the controller maps the memory where the worker has laid them
+(`Parcel`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from agentrl.cluster.parcel import MemoryProbe, Parcel
+from agentrl.net.pickled import Pickled
 from agentrl.rollout.assignment import TokensSampled
 from agentrl.settings.sampling import SamplingParams
 
@@ -116,6 +121,13 @@ class Stop(NamedTuple):
 class Ready(NamedTuple):
     """The worker has made its parts, and plays."""
 
+    probe: MemoryProbe
+    """Shows the controller whether both are on one machine."""
+
+
+class MemoryShared(NamedTuple):
+    """The controller can open the memory of the worker."""
+
 
 class Pulse(NamedTuple):
     """A sign of life of the worker's event loop."""
@@ -143,7 +155,13 @@ class Played(NamedTuple):
     """An episode has ended: its pickled trajectories."""
 
     number: int
-    trajectories: bytes
+    trajectories: Pickled | Parcel
+
+
+class Received(NamedTuple):
+    """The controller has the trajectories of an episode, and needs the `Parcel` no more."""
+
+    number: int
 
 
 class Raised(NamedTuple):
