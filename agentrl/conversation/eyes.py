@@ -19,7 +19,7 @@ import numpy as np
 
 from agentrl.errors import ImagesRefusedError
 from agentrl.models.vision_families import FAMILIES, FamilyFiles, image_processor
-from agentrl.tokens.arrays import IntArray
+from agentrl.tokens.arrays import IntArray, ints
 from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.tokens.placed_images import PlacedImage
 
@@ -40,6 +40,8 @@ class Eyes:
         self.asked = family.asked(files)
         """What a template writes for each picture: the placeholder, in most families."""
         self._write = family.written(files)
+        self._tokenizer = tokenizer
+        self._asked_id: int = tokenizer.convert_tokens_to_ids(self.asked)
         self._written = lru_cache(maxsize=256)(self._written_of)
         self._count = lru_cache(maxsize=4096)(self._count_of)
 
@@ -89,6 +91,53 @@ class Eyes:
             own = [*islice(places, self._count(image.height, image.width))]
             found.append(PlacedImage(own[0], own[-1] + 1 - own[0], image))
         return tuple(found)
+
+    def asked_for(self, token_ids: IntArray, images: Sequence[PlacedImage]) -> list[int]:
+        """The tokens of a prompt as its template asked for pictures: what the family has written
+        for each is the one token of `asked` again.
+
+        Raises:
+            ImagesRefusedError: what stands around the placeholders of a picture is not what the
+                family writes, since its text has merged with what is beside it.
+        """
+        tokens: list[int] = []
+        read = 0
+        for placed in images:
+            written = self._ids_of(placed.image)
+            begin = placed.start - int((written == self._id).argmax())
+            own = token_ids[max(begin, 0) : begin + len(written)]
+            if begin < read or not np.array_equal(own, written):
+                raise ImagesRefusedError(
+                    f"the tokens of the picture at {placed.start} are not those that its family"
+                    " writes for it alone, so that no server can be asked to write them: use"
+                    " engine=local or engine=vllm"
+                )
+            tokens += [*token_ids[read:begin].tolist(), self._asked_id]
+            read = begin + len(written)
+        return [*tokens, *token_ids[read:].tolist()]
+
+    def written_for(self, token_ids: IntArray, images: Sequence[EncodedImage]) -> IntArray:
+        """The tokens of a prompt with what the family writes for each picture, where the template
+        has asked for it: `asked_for` backwards.
+
+        Raises:
+            ImagesRefusedError: it has not asked for each picture, or as `expanded`.
+        """
+        places = np.flatnonzero(token_ids == self._asked_id)
+        if len(places) != len(images):
+            raise ImagesRefusedError(
+                f"the tokens ask {len(places)} times for {len(images)} pictures ({self.asked})"
+            )
+        parts = [token_ids[: places[0]]] if len(images) else [token_ids]
+        ends = [*places[1:].tolist(), len(token_ids)]
+        for image, place, end in zip(images, places.tolist(), ends, strict=False):
+            parts += [self._ids_of(image), token_ids[place + 1 : end]]
+        return ints(np.concatenate(parts))
+
+    def _ids_of(self, image: EncodedImage) -> IntArray:
+        """The tokens of what the family writes for a picture."""
+        text = self._written(image.height, image.width)
+        return ints(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _written_of(self, height: int, width: int) -> str:
         """The text of a picture of this size, by the family's own image processor."""

@@ -1,33 +1,39 @@
 """A model served elsewhere: any OpenAI-compatible HTTP server that accepts and returns token ids.
 
 This uses `POST /v1/completions` with vLLM's extensions `return_token_ids`, `stop_token_ids`,
-`ignore_eos` and `priority`. Start a vLLM server with these options:
+`ignore_eos` and `priority`. Completions take no pictures, so requests that have some use vLLM's
+`POST /inference/v1/generate`. The server makes tokens of the pictures itself there; its answer has
+those of the whole prompt, and one with others than the request's is refused.
+
+Start a vLLM server with these options:
 
 - `--logprobs-mode processed_logprobs`: without it, logprobs are not those of the sampling
   distribution;
 - `--generation-config vllm`: without it, the model's folder changes the sampling parameters;
 - `--scheduling-policy priority`: without it, the server rejects priorities, and `priorities` must
-  be false.
+  be false;
+- `--enable-scale-out`: without it, there is no `/inference/v1/generate`.
 """
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import aiohttp
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import to_json
 
+from agentrl.conversation.eyes import Eyes, seeing_family
 from agentrl.engines.admission import max_new_tokens
-from agentrl.errors import ConfigError, EngineDeadError, EngineError
+from agentrl.errors import ConfigError, EngineDeadError, EngineError, ImagesRefusedError
 from agentrl.net.http_client import proxy_note
-from agentrl.net.openai_wire import CompletionAnswer, ServedModels
+from agentrl.net.openai_wire import CompletionAnswer, GeneratedAnswer, ServedModels
 from agentrl.placement.footprint import EngineLayout
-from agentrl.protocols import Engine, EngineStats, GenerateRequest
+from agentrl.protocols import Engine, EngineOffers, EngineStats, GenerateRequest
 from agentrl.settings.base import Settings
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tokens.arrays import floats, ints
@@ -40,12 +46,21 @@ T = TypeVar("T", bound=BaseModel)
 _BUSY = (429, 502, 503, 504)
 """Statuses with which the server, or a proxy in front of it, asks the client to retry later."""
 
+_MISSING = 404
+
+
+class _NotFoundError(EngineError):
+    """The server has nothing at an address."""
+
 
 class OpenAIEngine(Engine):
     """The `Engine` over HTTP. It serves a single version, whose number only the config can state.
 
-    The `model` folder that other engines load is not read: the server's model counts.
+    The server's model counts. Of the `model` folder that other engines load, only a model that sees
+    is looked at: how its family writes pictures.
     """
+
+    offers: ClassVar[EngineOffers] = EngineOffers(reads_images=True)
 
     class Config(Settings):
         """Settings of `engine=openai`."""
@@ -84,6 +99,9 @@ class OpenAIEngine(Engine):
         self._max_context = config.max_context or 0
         self._url = config.url.rstrip("/")
         self._completions = f"{self._url}/v1/completions"
+        self._tokens_in = f"{self._url}/inference/v1/generate"
+        self._folder = model
+        self._eyes: Eyes | None = None
         self._jitter = Random(config.url)
         self._live: set[str] = set()
         self._generated = self._prefilled = self._cached = 0
@@ -115,6 +133,8 @@ class OpenAIEngine(Engine):
         )
         try:
             await self._ask_what_is_served(self._session)
+            if self._folder is not None and seeing_family(self._folder):
+                self._eyes = await asyncio.to_thread(_eyes_of, self._folder)
         except BaseException:
             await self.__aexit__()
             raise
@@ -139,15 +159,45 @@ class OpenAIEngine(Engine):
                 " them"
             )
         max_new = max_new_tokens(
-            request, max_context=self._max_context, vocab_size=None, live_ids=self._live
+            request,
+            max_context=self._max_context,
+            vocab_size=None,
+            live_ids=self._live,
+            images=self._eyes is not None,
         )
         self._live.add(request.id)
         try:
+            if self._eyes is not None and request.images:
+                return await self._see(session, request, max_new, self._eyes)
             answer = await self._ask(
                 session, "POST", self._completions, to_json(self._body(request, max_new))
             )
         finally:
             self._live.discard(request.id)
+        return self._completion(_parse(CompletionAnswer, answer))
+
+    async def _see(
+        self, session: aiohttp.ClientSession, request: GenerateRequest, max_new: int, eyes: Eyes
+    ) -> Completion:
+        """Have a prompt with pictures answered."""
+        body = to_json(self._body_with_pictures(request, max_new, eyes))
+        try:
+            answer = _parse(
+                GeneratedAnswer, await self._ask(session, "POST", self._tokens_in, body)
+            )
+        except _NotFoundError as error:
+            raise ImagesRefusedError(
+                f"{request.id} has pictures, and {self._url} has no /inference/v1/generate, which"
+                " takes them with tokens: start vLLM with --enable-scale-out, or write"
+                " engine=local or engine=vllm"
+            ) from error
+        if (read := answer.prompt_token_ids) != (sent := tuple(request.prompt_ids.tolist())):
+            raise EngineError(
+                f"{self._url} has made {len(read)} tokens of the prompt of {request.id} with"
+                f" {len(request.images)} pictures, and the model's own image processor"
+                f" {len(sent)}{_first_difference(read, sent)}: serve the folder that this run reads"
+                " (model), with its processor_config.json"
+            )
         return self._completion(answer)
 
     async def interrupt(self) -> None:
@@ -232,8 +282,33 @@ class OpenAIEngine(Engine):
             body["session_id"] = request.session
         return body
 
-    def _completion(self, answer: bytes) -> Completion:
-        parsed = _parse(CompletionAnswer, answer)
+    def _body_with_pictures(
+        self, request: GenerateRequest, max_new: int, eyes: Eyes
+    ) -> dict[str, Any]:
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "model": self._model,
+            "token_ids": eyes.asked_for(request.prompt_ids, request.images),
+            "content_parts": [
+                {"type": "image_url", "url": placed.image.address} for placed in request.images
+            ],
+            "sampling_params": {
+                "max_tokens": max_new,
+                "temperature": sampling.temperature,
+                "stop_token_ids": sampling.stop_token_ids,
+                **_chosen(sampling),
+                "seed": request.seed & (2**63 - 1),
+                "logprobs": 0,
+                "ignore_eos": True,
+                "detokenize": bool(sampling.stop),
+            },
+            "return_token_ids": True,
+        }
+        if request.priority and self._config.priorities:
+            body["priority"] = request.priority
+        return body
+
+    def _completion(self, parsed: CompletionAnswer | GeneratedAnswer) -> Completion:
         choice, usage = parsed.choices[0], parsed.usage
         cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
         self._generated += len(choice.token_ids)
@@ -242,7 +317,7 @@ class OpenAIEngine(Engine):
         versions = ints(np.full(len(choice.token_ids), self.policy_version))
         return Completion(
             ints(choice.token_ids),
-            floats(choice.logprobs.token_logprobs),
+            floats(choice.logprobs.of_tokens),
             versions,
             choice.finish_reason,
         )
@@ -276,11 +351,29 @@ class OpenAIEngine(Engine):
             if status == 200:
                 return answer
             trouble = f"{status}: {answer.decode(errors='replace')[:500]}"
+            if status == _MISSING:
+                raise _NotFoundError(f"{url} refused the request with {trouble}")
             if status not in _BUSY:
                 raise EngineError(f"{url} refused the request with {trouble}")
         raise EngineDeadError(
             f"{url} failed {self._config.retries + 1} times, the last time with {trouble}"
         )
+
+
+def _eyes_of(folder: Path) -> Eyes | None:
+    """How the family of a model writes pictures."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return Eyes.of_model(folder, tokenizer)
+
+
+def _first_difference(read: Sequence[int], sent: Sequence[int]) -> str:
+    """Where the tokens of two prompts of the same length differ first."""
+    if len(read) != len(sent):
+        return ""
+    place = int(np.argmax(np.asarray(read) != np.asarray(sent)))
+    return f", which first differ at {place}: {read[place]} and {sent[place]}"
 
 
 def _chosen(sampling: SamplingParams) -> dict[str, Any]:

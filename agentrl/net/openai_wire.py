@@ -40,6 +40,11 @@ class TokenLogprobs(BaseModel):
 
     token_logprobs: tuple[float, ...]
 
+    @property
+    def of_tokens(self) -> tuple[float, ...]:
+        """One for each token."""
+        return self.token_logprobs
+
 
 class CompletionChoice(BaseModel):
     """A completion as tokens, with vLLM's `return_token_ids`."""
@@ -53,6 +58,42 @@ class CompletionAnswer(BaseModel):
     """The answer of `POST /v1/completions`."""
 
     choices: tuple[CompletionChoice, ...] = Field(min_length=1)
+    usage: TokenUsage = TokenUsage()
+
+
+class GeneratedLogprob(BaseModel):
+    """The logprob of a sampled token, in nats."""
+
+    logprob: float
+
+
+class GeneratedLogprobs(BaseModel):
+    """Logprobs of the sampled tokens."""
+
+    content: tuple[GeneratedLogprob, ...]
+
+    @property
+    def of_tokens(self) -> tuple[float, ...]:
+        """One for each token."""
+        return tuple(one.logprob for one in self.content)
+
+
+class GeneratedChoice(BaseModel):
+    """A completion of `POST /inference/v1/generate`."""
+
+    token_ids: tuple[int, ...]
+    logprobs: GeneratedLogprobs
+    finish_reason: FinishReason
+
+
+class GeneratedAnswer(BaseModel):
+    """The answer of vLLM's `POST /inference/v1/generate`, with `return_token_ids`.
+
+    `prompt_token_ids` are those that the model has read, with all that stands for pictures.
+    """
+
+    choices: tuple[GeneratedChoice, ...] = Field(min_length=1)
+    prompt_token_ids: tuple[int, ...]
     usage: TokenUsage = TokenUsage()
 
 

@@ -1,7 +1,8 @@
 """An OpenAI-compatible server over any `Engine`: the public fake for `engine=openai`, and a way to
 share an engine.
 
-It implements the part of vLLM's `/v1/completions` that is about token ids.
+It implements the part of vLLM's `/v1/completions` that is about token ids, and for prompts with
+pictures `/inference/v1/generate`.
 """
 
 from collections.abc import AsyncIterator
@@ -13,10 +14,12 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
+from agentrl.conversation.eyes import Eyes
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.protocols import Engine, GenerateRequest
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tokens.arrays import ints
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import Completion
 
 MODEL = "served"
@@ -39,17 +42,33 @@ class _Body(BaseModel):
     session_id: str = ""
 
 
+class _ImagePart(BaseModel):
+    """A picture of a request."""
+
+    url: str
+
+
+class _GenerateBody(BaseModel):
+    """The fields that are read of a request with pictures."""
+
+    token_ids: tuple[int, ...]
+    content_parts: tuple[_ImagePart, ...]
+    sampling_params: dict[str, Any]
+    priority: int = 0
+
+
 @asynccontextmanager
 async def serve_engine(
-    engine: Engine, *, port: int = 0, api_key: str | None = None
+    engine: Engine, *, port: int = 0, api_key: str | None = None, eyes: Eyes | None = None
 ) -> AsyncIterator[str]:
-    """Serve an entered `engine` on this machine, and yield the URL. Port 0 takes a free port.
+    """Serve an entered `engine` on this machine, and yield the URL. Port 0 takes a free port. With
+    the `eyes` of its model, prompts may have pictures.
 
     A client that disconnects cancels its request, as in vLLM.
     """
     # The end does not wait for requests under way (for aiohttp, 0 seconds mean no limit).
     runner = web.AppRunner(
-        openai_app(engine, api_key),
+        openai_app(engine, api_key, eyes),
         handler_cancellation=True,
         shutdown_timeout=0.01,
         access_log=None,
@@ -63,8 +82,12 @@ async def serve_engine(
         await runner.cleanup()
 
 
-def openai_app(engine: Engine, api_key: str | None = None) -> web.Application:
-    """The application: `/v1/models` and `/v1/completions`."""
+def openai_app(
+    engine: Engine, api_key: str | None = None, eyes: Eyes | None = None
+) -> web.Application:
+    """The application: `/v1/models` and `/v1/completions`, and with `eyes`
+    `/inference/v1/generate`.
+    """
     numbers = count()
 
     @web.middleware
@@ -96,8 +119,28 @@ def openai_app(engine: Engine, api_key: str | None = None) -> web.Application:
         )
         return _json(_answer(name, len(body.prompt), completion))
 
+    async def generate(request: web.Request) -> web.Response:
+        assert eyes is not None
+        body = _GenerateBody.model_validate_json(await request.read())
+        chosen = {k: v for k, v in body.sampling_params.items() if k in SamplingParams.model_fields}
+        images = [EncodedImage.from_address(part.url) for part in body.content_parts]
+        token_ids = eyes.written_for(ints(body.token_ids), images)
+        completion = await engine.generate(
+            GenerateRequest(
+                f"generate-tokens-{next(numbers)}",
+                token_ids,
+                SamplingParams.model_validate(chosen),
+                body.sampling_params.get("seed", 0),
+                body.priority,
+                images=eyes.placed(token_ids, images),
+            )
+        )
+        return _json(_generated(token_ids.tolist(), completion))
+
     app = web.Application(middlewares=[errors], client_max_size=2**26)
     app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", completions)])
+    if eyes is not None:
+        app.router.add_post("/inference/v1/generate", generate)
     return app
 
 
@@ -127,6 +170,22 @@ def _answer(name: str, prompt_tokens: int, completion: Completion) -> dict[str, 
         "choices": [choice],
         "usage": usage,
     }
+
+
+def _generated(prompt_ids: list[int], completion: Completion) -> dict[str, Any]:
+    token_ids = completion.token_ids.tolist()
+    content = [
+        {"token_id": token, "logprob": logprob, "rank": 1}
+        for token, logprob in zip(token_ids, completion.logprobs.tolist(), strict=True)
+    ]
+    choice = {
+        "index": 0,
+        "finish_reason": completion.finish_reason,
+        "token_ids": token_ids,
+        "logprobs": {"content": content},
+    }
+    usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": len(token_ids)}
+    return {"model": MODEL, "prompt_token_ids": prompt_ids, "choices": [choice], "usage": usage}
 
 
 def _json(value: dict[str, Any], status: int = 200) -> web.Response:

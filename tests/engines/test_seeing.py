@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from safetensors.torch import load_file
 
 from agentrl.conversation.eyes import Eyes
 from agentrl.engines.local import LocalEngine
+from agentrl.engines.openai import OpenAIEngine
 from agentrl.errors import EngineError, ImagesRefusedError
 from agentrl.models.vision import Vision, language_model
 from agentrl.models.vision_families import FAMILIES
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.testing.openai_server import serve_engine
 from agentrl.testing.vision_models import VisionFamily, create_tiny_vision_model
 from agentrl.tokens.arrays import ints
 from agentrl.tokens.encoded_image import EncodedImage
@@ -232,3 +235,83 @@ def test_a_model_without_eyes_and_tokens_of_others_are_refused(
         asyncio.run(ask(tiny_model_dir))
     with pytest.raises(EngineError, match="render it with the model's own renderer"):
         asyncio.run(ask(seeing_model_dir))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_engine_over_http_reads_pictures_as_it_does_itself(
+    name: VisionFamily, tmp_path: Path
+) -> None:
+    create_tiny_vision_model(tmp_path, name)
+    family = Family(tmp_path)
+    asked = family.tokenizer.convert_tokens_to_ids(family.eyes.asked)
+    pictures = [picture(1), picture(2, 100, 70)]
+    ids = family.eyes.written_for(ints((10, 11, asked, 12, asked, 13)), pictures)
+    images = family.eyes.placed(ids, pictures)
+    assert family.eyes.asked_for(ids, images) == [10, 11, asked, 12, asked, 13]
+    requests = [
+        GenerateRequest("a", ints(ids), GREEDY, images=images, priority=2),
+        GenerateRequest("b", ints(ids), SamplingParams(max_tokens=5), seed=3, images=images),
+        GenerateRequest("c", ints((5, 6, 7)), GREEDY),
+    ]
+
+    async def main() -> None:
+        local = LocalEngine(LocalEngine.Config(), tmp_path)
+        async with (
+            local,
+            serve_engine(local, eyes=family.eyes) as url,
+            OpenAIEngine(OpenAIEngine.Config(url=url), tmp_path) as engine,
+        ):
+            for request in requests:
+                found, wanted = await engine.generate(request), await local.generate(request)
+                assert found.token_ids.tolist() == wanted.token_ids.tolist()
+                assert np.allclose(found.logprobs, wanted.logprobs, atol=1e-6)
+
+    asyncio.run(main())
+
+
+def test_an_engine_over_http_says_what_it_lacks_for_pictures(tmp_path: Path) -> None:
+    create_tiny_vision_model(tmp_path, "qwen2_5_vl")
+    family = Family(tmp_path)
+    ids, images = family.context([10, 11], picture(1), [12])
+    request = GenerateRequest("a", ints(ids), GREEDY, images=images)
+
+    class Other(Eyes):
+        """Those of a server whose processor makes more tokens of a picture."""
+
+        def written_for(self, token_ids: Any, images: Any) -> Any:
+            return ints([*super().written_for(token_ids, images), 9])
+
+    other = Other.of_model(tmp_path, family.tokenizer)
+
+    async def refusal(kind: type[Exception], eyes: Eyes | None, folder: Path | None) -> str:
+        async with (
+            LocalEngine(LocalEngine.Config(), tmp_path) as local,
+            serve_engine(local, eyes=eyes) as url,
+            OpenAIEngine(OpenAIEngine.Config(url=url), folder) as engine,
+        ):
+            with pytest.raises(kind) as raised:
+                await engine.generate(request)
+            return str(raised.value)
+
+    async def main() -> None:
+        blind = await refusal(ImagesRefusedError, None, tmp_path)
+        assert "start vLLM with --enable-scale-out" in blind
+        assert "reads text alone" in await refusal(ImagesRefusedError, family.eyes, None)
+        count = len(ids)
+        assert re.search(
+            rf"made {count + 1} tokens of the prompt of a .* processor {count}: serve the folder",
+            await refusal(EngineError, other, tmp_path),
+        )
+
+    asyncio.run(main())
+
+
+def test_marks_that_merged_with_their_surroundings_are_refused(tmp_path: Path) -> None:
+    create_tiny_vision_model(tmp_path, "gemma3")
+    family = Family(tmp_path)
+    eyes, asked = family.eyes, family.tokenizer.convert_tokens_to_ids(family.eyes.asked)
+    ids = eyes.written_for(ints((10, asked, 13)), [picture(1)])
+    images = eyes.placed(ids, [picture(1)])
+    without_break = ints([*ids[: images[0].start - 2], *ids[images[0].start - 1 :]])
+    with pytest.raises(ImagesRefusedError, match="not those that its family writes for it alone"):
+        eyes.asked_for(without_break, shifted(images, -1))
