@@ -80,7 +80,9 @@ def section(yardstick: Yardstick, arms: Mapping[str, Mapping[str, Curve]]) -> st
                 f" ({verdict.difference:+.3f} ± {verdict.error:.3f}; seeds: {verdict.seeds}); at"
                 f" equal tokens **{equal.words}** ({equal.difference:+.3f} ± {equal.error:.3f})"
             )
-    lines += ["", *([yardstick.note, ""] if yardstick.note else [])]
+    if yardstick.orders:
+        lines.append("")
+    lines += [*([yardstick.note, ""] if yardstick.note else [])]
     lines += [f"`python -m benchmarks.yardsticks {yardstick.name}`", ""]
     return "\n".join(lines)
 

@@ -85,6 +85,10 @@ YARDSTICKS = (
             " env: 'benchmarks.yardsticks.tic_tac_toe:AgainstMinimax'}]",
         ],
         metric="eval/minimax/success",
+        note="At its best, each run does not lose 17 to 26 of 100 games. By the 60th step the"
+        " entropy of its moves has fallen from 0.9 to between 0.05 and 0.3 nats, and at some time"
+        " 71 to 93 % of the games with itself are drawn: both sides play the same few lines, and"
+        " have forgotten what to answer to the other moves of a player that never loses.",
     ),
     Yardstick(
         "guess_number",
