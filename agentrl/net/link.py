@@ -24,6 +24,7 @@ import numpy as np
 from agentrl.net.pickled import Pickled
 
 _COUNT = struct.Struct("!I")
+_SIZE_BYTES = 8
 _AREA_BYTES = 1 << 16
 """Most that is read at once of frames whose sizes are not known. The beginning of a frame fits."""
 _TOKEN_BYTES = 32
@@ -45,9 +46,9 @@ class _Frame:
     """A frame of which the sizes of all parts have arrived."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self._parts = [np.empty(size, np.uint8).data for size in sizes]
+        self.parts = [np.empty(size, np.uint8).data for size in sizes]
         self._place = 0
-        self.missing = self._parts[0]
+        self.missing = self.parts[0]
         """What is to be filled next, in place; empty when the frame has arrived."""
 
     def fill(self, received: memoryview) -> int:
@@ -63,14 +64,9 @@ class _Frame:
     def note_filled(self, size: int) -> None:
         """The next bytes have been written into `missing`."""
         self.missing = self.missing[size:]
-        if not self.missing and self._place + 1 < len(self._parts):
+        if not self.missing and self._place + 1 < len(self.parts):
             self._place += 1
-            self.missing = self._parts[self._place]
-
-    def messages(self) -> Sequence[Any]:
-        """All of its messages."""
-        messages: Sequence[Any] = Pickled(self._parts[0], self._parts[1:]).open()
-        return messages
+            self.missing = self.parts[self._place]
 
 
 class MessageLink(asyncio.BufferedProtocol):
@@ -112,32 +108,40 @@ class MessageLink(asyncio.BufferedProtocol):
         """See `asyncio.BufferedProtocol`."""
         if self._frame is not None:
             self._frame.note_filled(nbytes)
-            self._deliver_if_whole(self._frame)
+            if not self._frame.missing:
+                frame, self._frame = self._frame, None
+                self._deliver(frame.parts)
             return
-        received = self._area[: self._filled + nbytes]
-        left = received[self._read(received) :]
-        self._filled = len(left)
-        self._area[: self._filled] = left
+        filled = self._filled + nbytes
+        read = self._read(self._area[:filled])
+        self._filled = filled - read
+        if self._filled:
+            self._area[: self._filled] = self._area[read:filled]
 
     def _read(self, received: memoryview) -> int:
         """Take the frames that have arrived; returns the bytes that are not needed any more."""
-        read = 0
-        while self._frame is None and len(received) - read >= _COUNT.size:
+        read, stop = 0, len(received)
+        while stop - read >= _COUNT.size:
             (count,) = _COUNT.unpack_from(received, read)
-            sizes = struct.Struct(f"!{count}Q")
-            begin = read + _COUNT.size + sizes.size
-            if begin > len(received):
+            begin = read + _COUNT.size + _SIZE_BYTES * count
+            if begin > stop:
                 break
-            self._frame = _Frame(sizes.unpack_from(received, read + _COUNT.size))
-            read = begin + self._frame.fill(received[begin:])
-            self._deliver_if_whole(self._frame)
+            sizes = struct.unpack_from(f"!{count}Q", received, read + _COUNT.size)
+            if count == 1 and begin + sizes[0] <= stop:  # most are small and whole
+                read = begin + sizes[0]
+                self._deliver([received[begin:read]])
+                continue
+            frame = _Frame(sizes)
+            read = begin + frame.fill(received[begin:])
+            if frame.missing:
+                self._frame = frame
+                break
+            self._deliver(frame.parts)
         return read
 
-    def _deliver_if_whole(self, frame: _Frame) -> None:
-        if not frame.missing:
-            self._frame = None
-            for message in frame.messages():
-                self._take(message)
+    def _deliver(self, parts: Sequence[memoryview]) -> None:
+        for message in Pickled(parts[0], parts[1:]).open():
+            self._take(message)
 
     def send(self, message: Any) -> None:
         """Send a message, after all earlier ones. It is lost if the link has ended."""

@@ -22,9 +22,9 @@ class Pickled:
     """Those of the value itself, or wherever they have arrived."""
 
     @classmethod
-    def of(cls, value: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> "Pickled":
+    def of(cls, value: Any, pickler: type[pickle.Pickler] | None = None) -> "Pickled":
         """Pickle a value. It must not be changed before the buffers are written somewhere."""
-        stream, buffers = BytesIO(), list[memoryview]()
+        buffers = list[memoryview]()
 
         def stays_in_band(buffer: pickle.PickleBuffer) -> bool:
             raw = buffer.raw()
@@ -33,6 +33,9 @@ class Pickled:
             buffers.append(raw)
             return False
 
+        if pickler is None:
+            return cls(pickle.dumps(value, 5, buffer_callback=stays_in_band), buffers)
+        stream = BytesIO()
         # By position, as multiprocessing's own pickler takes them.
         pickler(stream, 5, True, stays_in_band).dump(value)
         return cls(stream.getbuffer(), buffers)
