@@ -1,7 +1,7 @@
 """Makes tiny, randomly initialised models that see, in the Hugging Face format."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,6 +12,8 @@ VisionFamily = Literal[
     "gemma3", "gemma4", "idefics3", "internvl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm"
 ]
 _HIDDEN = 64
+_HEAD = 32
+"""The smallest head that vLLM computes on CPUs."""
 _WINDOWS = {
     "num_hidden_layers": 3,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
@@ -23,12 +25,14 @@ _WINDOWS = {
 @dataclass(frozen=True, slots=True)
 class _Dialect:
     """A chat template with the special tokens that it and the family's processor write; the first
-    two are the padding and the end of a turn.
+    two are the padding and the end of a turn. `named`: those that the processor asks the tokenizer
+    for, by its names for them.
     """
 
     template: str
     specials: Sequence[str]
     placeholder: str
+    named: Mapping[str, str] = field(default_factory=dict)
 
 
 _CHATML = (  # as that of Qwen2.5-VL, without videos
@@ -51,8 +55,17 @@ _QWEN = _Dialect(
 )
 _INTERN = _Dialect(
     _CHATML.replace("[picture]", "<IMG_CONTEXT>\n"),
-    ("<|endoftext|>", "<|im_end|>", "<|im_start|>", "<img>", "</img>", "<IMG_CONTEXT>"),
+    (
+        *("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
+        *("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+    ),
     "<IMG_CONTEXT>",
+    {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
 )
 _IDEFICS = _Dialect(
     "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
@@ -85,6 +98,11 @@ _GEMMA = _Dialect(
         *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
     ),
     "<image_soft_token>",
+    {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    },
 )
 _GEMMA_4 = _Dialect(
     "<bos>{% for message in messages %}"
@@ -95,6 +113,7 @@ _GEMMA_4 = _Dialect(
     "<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}",
     ("<pad>", "<turn|>", "<|turn>", "<bos>", "<|image>", "<image|>", "<|image|>"),
     "<|image|>",
+    {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
 )
 _DIALECTS: Mapping[str, _Dialect] = {
     "gemma3": _GEMMA,
@@ -145,6 +164,7 @@ def create_tiny_vision_model(
         eos_token=end,
         pad_token=pad,
         additional_special_tokens=others,
+        extra_special_tokens=dict(dialect.named),
         chat_template=dialect.template,
         model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
@@ -197,15 +217,15 @@ def _config(family: VisionFamily, tokenizer: Any) -> Any:
     from transformers import AutoConfig
 
     number = tokenizer.convert_tokens_to_ids
-    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1000.0}
+    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1000.0}
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": _HIDDEN,
         "intermediate_size": 2 * _HIDDEN,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": _HIDDEN // 4,
+        "num_attention_heads": _HIDDEN // _HEAD,
+        "num_key_value_heads": 1,
+        "head_dim": _HEAD,
         "max_position_embeddings": MAX_POSITIONS,
         "rope_parameters": rope,
         "initializer_range": _HIDDEN**-0.5,
@@ -283,6 +303,9 @@ def _of_gemma_4(text: Mapping[str, Any], number: Callable[[str], int]) -> Any:
 
     own = {
         **_WINDOWS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
         "global_head_dim": 32,
         "rope_parameters": None,
         "use_bidirectional_attention": "vision",
@@ -304,6 +327,7 @@ def _of_gemma_4(text: Mapping[str, Any], number: Callable[[str], int]) -> Any:
             "position_embedding_size": 128,
             "use_clipped_linears": True,
             "standardize": True,
+            "default_output_length": 70,
         },
         image_token_id=number(_GEMMA_4.placeholder),
         boi_token_id=number("<|image>"),
