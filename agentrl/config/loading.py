@@ -20,9 +20,10 @@ from agentrl.config.source import LISTS
 from agentrl.conversation.eyes import seeing_family
 from agentrl.errors import ConfigError, PluginError
 from agentrl.models.tiny import SEEING, SIZES
+from agentrl.models.tiny_vision import FAMILY
 from agentrl.models.vision_families import FAMILIES
 from agentrl.net.credentials import refuse_credentials
-from agentrl.protocols import EngineOffers, options_class_of, shows_images
+from agentrl.protocols import EngineOffers, EngineSettingsOffers, options_class_of, shows_images
 from agentrl.protocols.component_settings import ClusterOffers
 from agentrl.tasks.env_config import OneEnv
 
@@ -185,9 +186,23 @@ def blind_part(config: RunConfig) -> str:
     if is_blind or (Path(name).is_dir() and seeing_family(Path(name)) not in FAMILIES):
         known = ", ".join(FAMILIES)
         return f"model={name} reads text alone: take a model of {known}, or model=tiny_vision"
-    if not EngineOffers.of(config.engine.factory).reads_images:
-        return f"engine={config.engine.name} reads text alone: write engine=local"
+    engine = config.engine
+    if not EngineOffers.of(engine.factory).reads_images:
+        return f"engine={engine.name} reads text alone: write engine=local"
+    why_blind = EngineSettingsOffers.of(engine.settings).why_blind
+    sees = name in SEEING or Path(name).is_dir()
+    if why_blind is not None and sees and (why := why_blind(_config_of(name))):
+        return f"engine={engine.name} cannot read them: {why}"
     return ""
+
+
+def _config_of(model: str) -> Any:
+    """transformers' config of a model that sees: in a folder, or made at the start."""
+    from transformers import AutoConfig
+
+    if model in SEEING:
+        return AutoConfig.for_model(FAMILY)
+    return AutoConfig.from_pretrained(model, local_files_only=True)
 
 
 def _options_problems(

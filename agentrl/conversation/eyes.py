@@ -88,7 +88,7 @@ class Eyes:
         places = iter(np.flatnonzero(token_ids == self._id).tolist())
         found: list[PlacedImage] = []
         for image in images:
-            own = [*islice(places, self._count(image.height, image.width))]
+            own = [*islice(places, self.placeholders(image))]
             found.append(PlacedImage(own[0], own[-1] + 1 - own[0], image))
         return tuple(found)
 
@@ -138,6 +138,10 @@ class Eyes:
         """The tokens of what the family writes for a picture."""
         text = self._written(image.height, image.width)
         return ints(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def placeholders(self, image: EncodedImage) -> int:
+        """The number of tokens that stand for a row of a picture's features."""
+        return self._count(image.height, image.width)
 
     def _written_of(self, height: int, width: int) -> str:
         """The text of a picture of this size, by the family's own image processor."""

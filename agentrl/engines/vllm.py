@@ -22,10 +22,12 @@ from agentrl.engines.stop_texts import FolderTokenizer
 from agentrl.engines.vllm_adapters import ServedAdapters, adapter_request
 from agentrl.engines.vllm_environment import close_log, logging_to, quiet_imports
 from agentrl.engines.vllm_names import TESTED_MINOR
+from agentrl.engines.vllm_pictures import VllmPictures
 from agentrl.engines.vllm_settings import DRIVER_PID, INSTALL_HINT, VllmSettings
 from agentrl.engines.vllm_start import VllmStart
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, FormatError, WeightsError
 from agentrl.models.source import here
+from agentrl.models.vision import part_of, sees
 from agentrl.protocols import (
     AnswerFormat,
     Engine,
@@ -76,6 +78,7 @@ class VllmEngine(Engine):
         scores_at_one_only=True,  # it does not divide the logits of given tokens by a temperature
         probes_while_busy=True,
         reads_arrivals=True,
+        reads_images=True,
     )
 
     Config = VllmSettings
@@ -102,6 +105,9 @@ class VllmEngine(Engine):
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._staged: Shipment | None = None
         self._adapters: ServedAdapters | None = None
+        self._pictures: VllmPictures | None = None
+        self._shown: dict[str, Mapping[str, Any]] = {}  # by live request: tensors of its pictures
+        self._sees = False
         self._updating = asyncio.Lock()
         self._asleep: tuple[str, ...] = ()  # by vLLM's names: what of its memory is away
         self._heartbeat: Heartbeat | None = None
@@ -125,6 +131,9 @@ class VllmEngine(Engine):
         config = llm.model_config
         self._max_context = config.max_model_len
         self._vocab_size = config.get_vocab_size()
+        self._sees = sees(config.hf_config)
+        if VllmStart(self._config, self._folder).is_shown_pictures(on_cpu=_is_for_cpus()):
+            self._pictures = await asyncio.to_thread(VllmPictures, llm, self._folder)
         # vLLM stamps each token with the label that was set when it was sampled
         await llm.update_weight_version(str(self._version))
         # Else the first request asks, and a dead core never answers.
@@ -159,6 +168,9 @@ class VllmEngine(Engine):
         """See `Engine.generate`. A completion that reaches `max_context` ends with finish reason
         "length".
         """
+        self._entered()
+        # Before it is live: what is, can be paused and ended by the core.
+        shown = {} if self._pictures is None else await self._pictures.prepare(request)
         llm = self._entered()
         max_new = max_new_tokens(
             request,
@@ -166,8 +178,10 @@ class VllmEngine(Engine):
             vocab_size=self._vocab_size,
             live_ids=self._live,
             formats=self._config.structured_outputs,
+            images=self._pictures is not None,
         )
         ended = self._live[request.id] = asyncio.Event()
+        self._shown[request.id] = shown
         try:
             completion = await self._generate(llm, request, max_new)
             while request.id in self._begin_again and completion.finish_reason == "abort":
@@ -177,7 +191,7 @@ class VllmEngine(Engine):
         finally:
             self._begin_again.discard(request.id)
             self._chains.pop(request.id, None)
-            del self._live[request.id]
+            del self._live[request.id], self._shown[request.id]
             ended.set()
 
     async def score(self, request: ScoreRequest) -> Scores:
@@ -405,7 +419,6 @@ class VllmEngine(Engine):
             import vllm
 
             _check_version(vllm.__version__)
-            from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
 
             from agentrl.engines.vllm_worker import Counters
@@ -414,7 +427,7 @@ class VllmEngine(Engine):
                 f"engine=vllm needs vLLM {TESTED_MINOR}, but importing it failed: {error}. "
                 f"Install it: {INSTALL_HINT}"
             ) from error
-        on_cpu = current_platform.is_cpu()
+        on_cpu = _is_for_cpus()
         if self._config.device not in ("auto", "cpu" if on_cpu else "cuda"):
             built_for = "CPUs" if on_cpu else "GPUs"
             raise ConfigError(
@@ -493,7 +506,12 @@ class VllmEngine(Engine):
         # With this form of prompt, vLLM queues the request for the core without an await: any later
         # pause comes after it in that queue. The salt is part of each cached block's key.
         chain = self._chains[request.id] = self._kv.begin(request)
-        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=str(chain.origin))
+        salt = str(chain.origin)
+        prompt: Any = (
+            self._pictures.prompt(request, self._shown[request.id], salt)
+            if self._pictures is not None and request.images
+            else tokens_input(request.prompt_ids.tolist(), cache_salt=salt)
+        )
         output: Any = None
         read = stopped = 0  # tokens looked at, and those up to the one that completes a stop text
         try:
@@ -613,7 +631,12 @@ class VllmEngine(Engine):
         is_own = update is not None and update.is_of(self._folder)
         given = self._shapes if is_own else shipment.shapes()
         unknown = sorted(given.keys() - self._shapes.keys() - {_TIED_HEAD})
-        missing = sorted(self._shapes.keys() - given.keys() - {_TIED_HEAD})
+        kept = self._parts_kept(given)
+        missing = sorted(
+            name
+            for name in self._shapes.keys() - given.keys() - {_TIED_HEAD}
+            if part_of(name) not in kept
+        )
         misshapen = sorted(
             name for name in given.keys() & self._shapes.keys() if given[name] != self._shapes[name]
         )
@@ -622,6 +645,14 @@ class VllmEngine(Engine):
                 f"these weights do not fit the engine's model: unknown {unknown[:3]}, missing"
                 f" {missing[:3]}, wrong shape {misshapen[:3]}; nothing was changed"
             )
+
+    def _parts_kept(self, given: Iterable[str]) -> list[str]:
+        """The parts of a model that sees which an update leaves as they are: frozen ones are not
+        sent.
+        """
+        if not self._sees:
+            return []
+        return sorted({"projector", "tower"} - {part_of(name) for name in given})
 
     async def _unless_dead(self, llm: "AsyncLLM", work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. Raises if vLLM dies meanwhile, because calls to a dead core get no
@@ -677,7 +708,9 @@ class VllmEngine(Engine):
         names = [name for name in weights if name in self._shapes]
         await llm.start_weight_update()
         await llm.update_weights(
-            WeightTransferUpdateRequest({"shipment": packed(weights), "names": names})
+            WeightTransferUpdateRequest(
+                {"shipment": packed(weights), "names": names, "kept": self._parts_kept(names)}
+            )
         )
         await llm.finish_weight_update(weight_version=str(version))
         if self._adapters is not None:
@@ -715,6 +748,13 @@ class VllmEngine(Engine):
             await llm.resume_generation()
         for ended in live:
             await ended.wait()
+
+
+def _is_for_cpus() -> bool:
+    from vllm.platforms import current_platform
+
+    is_cpu: bool = current_platform.is_cpu()
+    return is_cpu
 
 
 def _check_version(version: str) -> None:

@@ -174,7 +174,7 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
         "per_request_spec_decode_metrics",
         "return_sampling_mask",
     ),
-    "agentrl's prompts are text": (
+    "agentrl makes the pixel values of pictures, as its trainers do, and shows nothing else": (
         "allowed_local_media_path",
         "allowed_media_domains",
         "disable_chunked_mm_input",

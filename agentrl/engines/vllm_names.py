@@ -45,6 +45,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         "output_handler",
         "output_processor",
         "pause_generation(mode, clear_cache)",
+        "renderer",
         "resume_generation",
         "shutdown",
         "sleep(level, mode)",
@@ -77,6 +78,18 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         "structured_outputs",
     ),
     "vllm.sampling_params:StructuredOutputsParams": ("json", "json_object"),
+    # Pictures.
+    "vllm.config.scheduler:SchedulerConfig": (
+        "encoder_cache_size",
+        "max_num_encoder_input_tokens",
+    ),
+    "vllm.inputs.engine:MultiModalInput": (),
+    "vllm.inputs.engine:mm_input": ("cache_salt",),
+    "vllm.multimodal.inputs:MultiModalKwargsItem": ("get_data",),
+    "vllm.multimodal.inputs:MultiModalKwargsItems": ("from_hf_inputs",),
+    "vllm.multimodal.inputs:PlaceholderRange": (),
+    "vllm.multimodal.processing.processor:BaseMultiModalProcessor": ("_get_mm_fields_config",),
+    "vllm.renderers.base:BaseRenderer": ("get_mm_processor", "get_tokenizer"),
     # The statistics of a step.
     "vllm.v1.metrics.loggers:StatLoggerBase": ("log_engine_initialized", "record"),
     "vllm.v1.metrics.stats:IterationStats": (

@@ -8,7 +8,7 @@ everywhere. `Reload` mends these, and refuses what is still old.
 This module imports vLLM; imported only by `agentrl/engines/vllm_worker.py`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
+
+from agentrl.models.vision import part_of
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -50,13 +52,18 @@ class Reload:
         """
         self._model.load_weights(self._direct.replaced(weights))  # type: ignore[operator]
 
-    def finish(self) -> None:
-        """Convert all layers to the form that they compute in.
+    def finish(self, kept: Collection[str] = ()) -> None:
+        """Convert all layers to the form that they compute in. `kept`: the parts of a model that
+        sees (`part_of`) that got no weights, and stay as they are.
 
         Raises:
-            RuntimeError: a layer got no weights.
+            RuntimeError: a layer of another part got no weights.
         """
-        stale = self._parameters.not_loaded() - self._direct.copied
+        stale = {
+            name
+            for name in self._parameters.not_loaded() - self._direct.copied
+            if part_of(name) not in kept
+        }
         finalize_layerwise_reload(self._model, self._config)
         self._kernels.put_back()
         _pack_tied_heads(self._model)

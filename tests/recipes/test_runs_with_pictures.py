@@ -12,6 +12,7 @@ from agentrl.models.vision_families import FAMILIES
 from agentrl.testing.vision_models import VisionFamily, create_tiny_vision_model
 from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import Trajectory
+from tests.engines.test_vllm_pictures import needs_torchvision
 from tests.recipes.test_runs import SMALL, folder, kill_during, start, train
 
 GAP = 1e-4
@@ -59,6 +60,49 @@ def test_a_family_trains_from_pictures_and_what_it_publishes_is_taken_up(
     assert [row["logprob_gap_max"] < GAP for row in rows] == [True, True], rows
     assert all(row["grad_norm"] > 0 for row in rows)
     assert all(row["forked_turns"] == 0 for row in rows)
+    shown = json.loads((run / "summary.json").read_text())
+    assert shown["episodes"]["trained"] == 32
+
+
+WHOLE = ["trainer.train_tower=true", "trainer.train_projector=true"]
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("smolvlm", WHOLE),
+        ("idefics3", []),
+        ("smolvlm", ["trainer.lora={rank: 4}"]),
+        ("smolvlm", ["cluster=ray", "rollout.workers=2", *WHOLE]),
+        *(
+            pytest.param(one, WHOLE, marks=needs_torchvision)
+            for one in ("internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+        ),
+    ],
+)
+def test_vllm_plays_with_pictures_and_takes_up_what_is_trained(
+    agentrl: Any, family: VisionFamily, settings: list[str], tmp_path: Path
+) -> None:
+    create_tiny_vision_model(tmp_path / "model", family)
+    run = tmp_path / "run"
+    done = agentrl(
+        "train",
+        *PICTURES,
+        f"run_dir={run}",
+        f"model={tmp_path / 'model'}",
+        "engine=vllm",
+        "engine.kv_cache_gib=0.1",
+        "trainer.lr=0.02",
+        "trainer.max_grad_norm=null",
+        *settings,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = steps_of(run)
+    # The second step's tokens were sampled from the weights that the first step has published.
+    assert [row["logprob_gap_max"] < GAP for row in rows] == [True, True], rows
+    assert all(row["grad_norm"] > 0 for row in rows)
     shown = json.loads((run / "summary.json").read_text())
     assert shown["episodes"]["trained"] == 32
 
