@@ -46,7 +46,7 @@ from agentrl.cluster.ray_engine import RayEngine
 from agentrl.cluster.ray_receivers import RayReceivers
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.engines.router import Router
-from agentrl.flow import run_steadily
+from agentrl.flow import freeze_gc, run_steadily
 from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Ledger
 from agentrl.models.tiny import create_tiny_model
@@ -244,6 +244,7 @@ async def play(runner: EpisodeRunner, engine: Engine, episodes: int, turns: int)
             while apart and await scribe.call(os.getpid) == os.getpid():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
             await record(scribe, Path(folder), [])
+            freeze_gc()  # as a run does; a full collection by chance would be most of what is seen
             cpu, loop, wall = time.process_time(), time.thread_time(), time.perf_counter()
             async with rollouts.new_weights(1):
                 await engine.update_weights({}, 1)

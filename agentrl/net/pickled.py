@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, SupportsIndex
 
-_LEAST_BYTES = 1024
-"""Smaller buffers are pickled with everything else."""
+_LEAST_BYTES = 1 << 14
+"""Smaller buffers are pickled with everything else: to handle one costs as much as to copy it."""
 _MOST_BUFFERS = 1024
 """So many at most are kept beside what is pickled, the first ones."""
 

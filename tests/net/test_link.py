@@ -78,14 +78,14 @@ def test_large_arrays_stay_where_they_arrive_and_cannot_be_written() -> None:
         taken: list[Any] = []
         link, sender, wire = MessageLink(taken.append), MessageLink(print), Wire()
         sender.connection_made(wire)
-        sender.send({"large": np.arange(50_000), "small": np.arange(3), "bytes": b"a" * 5000})
+        sender.send({"large": np.arange(50_000), "small": np.arange(3), "bytes": b"a" * 50_000})
         await asyncio.sleep(0)
         receive(link, bytes(wire.written), [1 << 20])
         (found,) = taken
         assert not found["large"].flags.writeable
         assert not found["large"].flags.owndata
         found["small"][0] = 7  # pickled with everything else
-        assert found["bytes"] == b"a" * 5000
+        assert found["bytes"] == b"a" * 50_000
 
     asyncio.run(main())
 
@@ -95,7 +95,7 @@ def test_more_arrays_than_a_frame_names_arrive_too() -> None:
         taken: list[Any] = []
         link, sender, wire = MessageLink(taken.append), MessageLink(print), Wire()
         sender.connection_made(wire)
-        arrays = [np.full(300, number) for number in range(3000)]
+        arrays = [np.full(3000, number, np.int64) for number in range(1200)]
         sender.send(arrays)
         await asyncio.sleep(0)
         receive(link, bytes(wire.written), [10_000])
@@ -106,7 +106,7 @@ def test_more_arrays_than_a_frame_names_arrive_too() -> None:
 
 def test_a_pickled_value_inside_of_another_keeps_its_arrays_apart() -> None:
     numbers = np.arange(100_000)
-    inner = Pickled.of({"numbers": numbers, "text": "a" * 2000})
+    inner = Pickled.of({"numbers": numbers, "text": "a" * 200})
     assert inner.buffer_bytes == numbers.nbytes
     outer = Pickled.of(("message", inner))
     assert len(outer.rest) < 1000
