@@ -121,14 +121,16 @@ class _Playing:
         """
         self.link = link
         link.closed.add_done_callback(lambda _: self.stopped.set())
-        async with self.flow:
-            link.send(Ready(MemoryProbe.of_this_process()))
-            self.flow.start(self._give_signs_of_life(), name="pulse")
-            with self.engines.connecting(partial(self.flow.start, name="connect")):
-                await self.stopped.wait()
-            self.flow.cancel()
-        for parcel in self.parcels.values():
-            parcel.close()
+        try:
+            async with self.flow:
+                link.send(Ready(MemoryProbe.of_this_process()))
+                self.flow.start(self._give_signs_of_life(), name="pulse")
+                with self.engines.connecting(partial(self.flow.start, name="connect")):
+                    await self.stopped.wait()
+                self.flow.cancel()
+        finally:
+            for parcel in self.parcels.values():
+                parcel.close()
 
     def take(self, message: Any) -> None:
         """Take a message of the controller."""
