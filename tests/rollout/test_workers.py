@@ -430,11 +430,11 @@ def test_an_episode_reports_its_tokens_and_turns_while_it_is_played():
 
 
 def speaks_long(request: GenerateRequest) -> bytes:
-    """An answer of 20,000 tokens, which depends on the seed and the prompt."""
-    return says(request) + b"." * 20_000
+    """An answer of 3,000 tokens, which depends on the seed and the prompt."""
+    return says(request) + b"." * 3000
 
 
-LONG = replace(POLICY, sampling=SAMPLING.model_copy(update={"max_tokens": 30_000}))
+LONG = replace(POLICY, sampling=SAMPLING.model_copy(update={"max_tokens": 4000}))
 
 
 def memory_of_parcels() -> tuple[int, int]:
@@ -451,7 +451,7 @@ def test_long_episodes_are_mapped_where_the_worker_has_laid_them(place, here, mo
         monkeypatch.setattr(MemoryProbe, "is_reachable", lambda probe: False)
 
     async def main() -> None:
-        engine = ScriptedEngine.replying(speaks_long, max_context=1 << 17)
+        engine = ScriptedEngine.replying(speaks_long, max_context=1 << 15)
         async with workers_at(place, 1, engine) as workers, asyncio.timeout(PATIENCE_SECONDS):
             gc.collect()
             mapped, _ = memory_of_parcels()
@@ -472,7 +472,7 @@ def test_an_episode_whose_memory_is_gone_is_lost_with_its_worker(monkeypatch):
         raise FileNotFoundError("/proc/1/fd/9")
 
     async def main() -> None:
-        engine = ScriptedEngine.replying(speaks_long, max_context=1 << 17)
+        engine = ScriptedEngine.replying(speaks_long, max_context=1 << 15)
         async with workers_at("inline", 1, engine) as workers, asyncio.timeout(PATIENCE_SECONDS):
             with monkeypatch.context() as patched:
                 patched.setattr(Parcel, "mapped", gone)
