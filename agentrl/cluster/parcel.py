@@ -5,6 +5,7 @@ They are pickled out of band (`Pickled`). What the other process unpickles are v
 which cannot be written to.
 """
 
+import mmap
 import os
 import secrets
 from dataclasses import dataclass
@@ -57,31 +58,38 @@ class Parcel:
         return cls(rest, tuple(places), os.getpid(), memory)
 
     def mapped(self) -> Pickled:
-        """The pickled value, in this process or in another one of this machine, with its buffers
-        where they are. From then on the process that made it may give it up.
+        """The pickled value in another process of this machine, with its buffers where they are.
+        From then on the process that made it may give it up. It is opened with torch, which keeps
+        no file descriptor open, so that thousands may be kept.
 
         Raises:
             OSError: that process has ended, or it has given it up.
         """
         if not self.buffers:
             return Pickled(self.pickled)
-        import torch  # whoever gets parcels has it, and it maps files without keeping them open
+        import torch
 
-        path, size = f"/proc/{self.owner}/fd/{self.memory}", sum(self.buffers[-1])
+        size = sum(self.buffers[-1])
         try:
-            mapped = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+            mapped = torch.from_file(self._path, shared=False, size=size, dtype=torch.uint8)
         except RuntimeError as error:
-            raise OSError(f"{path} cannot be mapped: {error}") from error
-        whole = mapped.numpy().data
-        return Pickled(self.pickled, [whole[place : place + size] for place, size in self.buffers])
+            raise OSError(f"{self._path} cannot be mapped: {error}") from error
+        return self._over(mapped.numpy().data)
 
     def open(self) -> Any:
-        """Unpickle the value, in this process or in another one of this machine.
+        """Unpickle the value, in this process or in another one of this machine."""
+        if not self.buffers:
+            return Pickled(self.pickled).open()
+        with Path(self._path).open("rb") as file:
+            whole = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        return self._over(whole).open()
 
-        Raises:
-            OSError: the process that made it has ended, or it has given it up.
-        """
-        return self.mapped().open()
+    @property
+    def _path(self) -> str:
+        return f"/proc/{self.owner}/fd/{self.memory}"
+
+    def _over(self, whole: memoryview) -> Pickled:
+        return Pickled(self.pickled, [whole[place : place + size] for place, size in self.buffers])
 
     def close(self) -> None:
         """Give the memory up, in the process that made it. Processes that have opened it keep what

@@ -32,6 +32,17 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "loss" in row]
 
 
+def check_two_steps(done: Any, run: Path) -> None:
+    """A run has ended after two steps, the second with the weights that the first published."""
+    assert done.returncode == 0, done.stderr
+    rows = steps_of(run)
+    # The second step's tokens were sampled from the weights that the first step has published.
+    assert [row["logprob_gap_max"] < GAP for row in rows] == [True, True], rows
+    assert all(row["grad_norm"] > 0 for row in rows)
+    shown = json.loads((run / "summary.json").read_text())
+    assert shown["episodes"]["trained"] == 32
+
+
 @pytest.mark.parametrize(
     "family",
     [
@@ -54,14 +65,8 @@ def test_a_family_trains_from_pictures_and_what_it_publishes_is_taken_up(
         "trainer.train_tower=true",
         "trainer.train_projector=true",
     )
-    assert done.returncode == 0, done.stderr
-    rows = steps_of(run)
-    # The second step's tokens were sampled from the weights that the first step has published.
-    assert [row["logprob_gap_max"] < GAP for row in rows] == [True, True], rows
-    assert all(row["grad_norm"] > 0 for row in rows)
-    assert all(row["forked_turns"] == 0 for row in rows)
-    shown = json.loads((run / "summary.json").read_text())
-    assert shown["episodes"]["trained"] == 32
+    check_two_steps(done, run)
+    assert all(row["forked_turns"] == 0 for row in steps_of(run))
 
 
 WHOLE = ["trainer.train_tower=true", "trainer.train_projector=true"]
@@ -98,13 +103,7 @@ def test_vllm_plays_with_pictures_and_takes_up_what_is_trained(
         "trainer.max_grad_norm=null",
         *settings,
     )
-    assert done.returncode == 0, done.stderr
-    rows = steps_of(run)
-    # The second step's tokens were sampled from the weights that the first step has published.
-    assert [row["logprob_gap_max"] < GAP for row in rows] == [True, True], rows
-    assert all(row["grad_norm"] > 0 for row in rows)
-    shown = json.loads((run / "summary.json").read_text())
-    assert shown["episodes"]["trained"] == 32
+    check_two_steps(done, run)
 
 
 @pytest.mark.slow
