@@ -139,7 +139,6 @@ class WeightPublisher:
                         f" {published.attempts} attempts (weights.attempts); every engine serves"
                         f" the previous version. The last error: {error}"
                     ) from error
-        self._served |= dict.fromkeys(map(id, engines), published.weights)
         await self._transport.keep_only(self._served.values())
         return published
 
@@ -180,28 +179,32 @@ class WeightPublisher:
             # Whoever reads a live shipment waits for the others.
             delivery = self._transport.deliver(trainer, published.weights)
             await _all_to_their_end([delivery, *map(update, engines)])
-            # Its files are written beside the next step.
-            self._flow.start(_keep(published.weights), name=f"files of version {published.version}")
         else:
             for engine in engines:
                 await update(engine)
+        self._served |= dict.fromkeys(map(id, engines), published.weights)
+        if published.weights.is_live:
+            # Its files are written beside the next step.
+            files = self._complete_files(published.weights)
+            self._flow.start(files, name=f"files of version {published.version}")
         if self._listener is not None:
             with deadline("engine", "update_weights", self._deadline):
                 at_rest = await published.weights.at_rest()
                 async with readable_here(at_rest) as here:
                     await self._listener(here, published.version)
 
-
-async def _keep(shipment: Shipment) -> None:
-    """See that the files of a live shipment become complete."""
-    try:
-        await shipment.at_rest()
-    except WeightsError as error:
-        logger.warning(
-            "%s; the engines that run have these weights, but one that starts before the next"
-            " version would not",
-            error,
-        )
+    async def _complete_files(self, shipment: Shipment) -> None:
+        """See that the files of a live shipment become complete."""
+        try:
+            await shipment.at_rest()
+        except WeightsError as error:
+            # Those of a version that another has replaced meanwhile are not wanted.
+            if shipment in self._served.values():
+                logger.warning(
+                    "%s; the engines that run have these weights, but one that starts before the"
+                    " next version would not",
+                    error,
+                )
 
 
 async def _all_to_their_end(works: Sequence[Awaitable[None]]) -> None:

@@ -7,7 +7,7 @@ import itertools
 import pickle
 import re
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from agentrl.weights.publisher import checksum
 from agentrl.weights.shipment import Reader, Shipment
 from agentrl.weights.transport import Transport
 from agentrl.weights.transports import live
+from agentrl.weights.transports.late_files import RankFiles, told_by
 from tests.processes import PATIENCE_SECONDS
 
 Weights = Mapping[str, Tensor]
@@ -86,6 +87,19 @@ def read(shipment: Shipment, reader: Reader, count: int = BUCKETS) -> str:
         shipment.join(reader)
         arrivals = shipment.arrivals(reader)
         return checksum(dict(itertools.islice(arrivals, count)))
+    except WeightsError as error:
+        return str(error)
+
+
+def folders(parent: Path) -> list[str]:
+    """The names of the folders of versions there."""
+    return [folder.name for folder in parent.glob("*/v*")]
+
+
+async def said_by(shipment: Awaitable[Shipment]) -> str:
+    """The checksum of the weights, or why there are none."""
+    try:
+        return checksum(await shipment)
     except WeightsError as error:
         return str(error)
 
@@ -218,6 +232,51 @@ def test_the_trainer_goes_on_while_the_files_of_its_last_version_are_written(
             assert not late.done()
             may_write.set()
         assert checksum(late.result()) == checksum(made(1))
+
+    asyncio.run(main())
+
+
+def test_files_that_were_not_complete_when_a_newer_version_replaced_them_do_not_appear(
+    transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_looking, is_complete = threading.Event(), threading.Event()
+
+    def told_later(*args: Any) -> list[RankFiles] | None:
+        is_looking.set()
+        return told_by(*args) if is_complete.is_set() else None
+
+    monkeypatch.setattr(live, "told_by", told_later)
+
+    async def main() -> None:
+        trainer, reader = given(made(1)), Reader.on("cpu")
+        sent = await transport.send(trainer, 1)
+        assert await answers(transport, trainer, sent, [(reader, BUCKETS)]) == [checksum(made(1))]
+        async with Flow("late") as flow:
+            files = flow.start(said_by(sent.at_rest()), name="its files")
+            assert await asyncio.to_thread(is_looking.wait, PATIENCE_SECONDS)
+            await transport.keep_only([])
+            is_complete.set()
+        assert files.result() == "a newer version of the weights has replaced this one"
+
+    asyncio.run(main())
+    assert folders(tmp_path) == []
+
+
+def test_files_are_not_made_of_a_version_that_has_been_replaced(
+    transport: Transport, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        trainer, reader = given(made(1)), Reader.on("cpu")
+        sent = await transport.send(trainer, 1)
+        assert await answers(transport, trainer, sent, [(reader, BUCKETS)]) == [checksum(made(1))]
+        newer = await transport.send(trainer, 2)
+        await answers(transport, trainer, newer, [(reader, BUCKETS)])
+        await transport.keep_only([newer])
+        with pytest.raises(WeightsError, match="a newer version"):
+            await sent.at_rest()
+        assert checksum(await newer.at_rest()) == checksum(made(1))
+        assert newer.folder is not None
+        assert folders(tmp_path) == [newer.folder.name]
 
     asyncio.run(main())
 

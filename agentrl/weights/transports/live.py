@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Kind = Literal["stream", "handles"]
 _LOOK_FOR_FILES_SECONDS = 0.2
+_REPLACED = "a newer version of the weights has replaced this one"
 _LEASE_SECONDS = 30.0
 """How long a reader may give no sign of life before it is not waited for, as it is stopped or cut
 off. The end of its process is noticed at once.
@@ -196,6 +197,8 @@ class _Rest:
     """The files of a version, which are put together when somebody asks for them first."""
 
     def __init__(self) -> None:
+        self.is_released = asyncio.Event()
+        """Set when nobody wants the files any more."""
         self._is_sent = asyncio.Event()
         self._turn = asyncio.Lock()
         self._make: Callable[[], Awaitable[WeightBundle]] | None = None
@@ -211,6 +214,13 @@ class _Rest:
         """There will be no files."""
         self._failure = why
         self._is_sent.set()
+
+    async def release(self) -> None:
+        """Make no files from now on; returns when none are being made."""
+        self.is_released.set()
+        async with self._turn:
+            if self._made is None and not self._failure:
+                self.fail(_REPLACED)
 
     async def bundle(self) -> WeightBundle:
         """See `LiveShipment.at_rest`."""
@@ -236,6 +246,8 @@ class LiveTransport:
         self._files = in_memory_or_on_disk(config)
         self._id = uuid.uuid4().hex
         self._numbers = itertools.count()
+        self._resting: list[LiveShipment] = []
+        """Those whose files are written, or may still be."""
 
     async def send(self, trainer: Trainer, version: int) -> Shipment:
         """Open the lanes for a version, which `deliver` sends. Low-rank updates are small, and are
@@ -291,17 +303,25 @@ class LiveTransport:
                     rank,
                     answer.not_sent,
                 )
-        shipment.rest.begin(partial(self._bundle, trainer, send, answers))
+        self._resting.append(shipment)
+        rest = shipment.rest
+        rest.begin(partial(self._bundle, trainer, send, answers, rest.is_released))
 
     async def _bundle(
-        self, trainer: Trainer, send: "SendBuckets", answers: Sequence["Delivered"]
+        self,
+        trainer: Trainer,
+        send: "SendBuckets",
+        answers: Sequence["Delivered"],
+        is_released: asyncio.Event,
     ) -> WeightBundle:
         """The files of a version that was sent, when they are written. If ranks have died
         meanwhile, those that are started in their place write them, unless they have trained on.
         """
         try:
-            written = await self._written(send, answers)
+            written = await self._written(send, answers, is_released)
         except WeightsError:
+            if is_released.is_set():
+                raise
             sums = {number: it for answer in answers for number, it in answer.sums.items()}
             try:
                 answers = await trainer.send_weights(replace(send, sums=sums))
@@ -317,12 +337,15 @@ class LiveTransport:
         return await run_to_completion(self._files.finish(place, found))
 
     async def _written(
-        self, send: "SendBuckets", answers: Sequence["Delivered"]
+        self,
+        send: "SendBuckets",
+        answers: Sequence["Delivered"],
+        is_released: asyncio.Event,
     ) -> Sequence[RankFiles | None]:
         """What the ranks have written, when all have.
 
         Raises:
-            WeightsError: the ranks have died.
+            WeightsError: the ranks have died, or the files are not wanted any more.
         """
         found = [answer.files for answer in answers]
         later = [files_of(send.key, rank) for rank, one in enumerate(answers) if one.writes_on]
@@ -333,7 +356,10 @@ class LiveTransport:
             async with asyncio.timeout(self._config.seconds):
                 told = await asyncio.to_thread(told_by, meeting, later)
                 while told is None:
-                    await asyncio.sleep(_LOOK_FOR_FILES_SECONDS)
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(is_released.wait(), _LOOK_FOR_FILES_SECONDS)
+                    if is_released.is_set():
+                        raise WeightsError(_REPLACED)
                     told = await asyncio.to_thread(told_by, meeting, later)
         except TimeoutError as error:
             raise WeightsError(
@@ -375,12 +401,21 @@ class LiveTransport:
         )
 
     async def withdraw(self, shipment: Shipment) -> None:
-        """Remove the files of a shipment."""
+        """Remove the files of a shipment, of which no more are made."""
+        if isinstance(shipment, LiveShipment) and shipment.rest is not None:
+            await shipment.rest.release()
         await self._files.withdraw(shipment)
 
     async def keep_only(self, shipments: Iterable[Shipment]) -> None:
-        """Remove the files of all other shipments."""
-        await self._files.keep_only(shipments)
+        """Remove the files of all other shipments, of which no more are made: a folder that
+        appeared after its removal would stay.
+        """
+        kept = list(shipments)
+        for shipment in self._resting:
+            if shipment not in kept and shipment.rest is not None:
+                await shipment.rest.release()
+        self._resting = [shipment for shipment in self._resting if shipment in kept]
+        await self._files.keep_only(kept)
 
     def close(self) -> None:
         """Remove all files, and leave the meeting."""
