@@ -16,7 +16,7 @@ from agentrl.models.facts import ModelFacts
 from agentrl.placement.device_map import device_maps
 from agentrl.placement.devices import OFFERED_KINDS
 from agentrl.placement.inventory import Inventory
-from agentrl.planner.memory import overfull
+from agentrl.planner.memory import fit_of
 from agentrl.planner.meshes import AXES
 from agentrl.planner.run_facts import layouts, placement_request_of, stages_of
 from agentrl.plugins import Component
@@ -158,7 +158,7 @@ def _memory_share(config: RunConfig | None, inventory: Inventory, facts: ModelFa
         maps = device_maps(config.placement, placement_request_of(config), inventory)
     except ConfigError:
         return math.inf
-    return min(overfull(stages, work, devices) for devices in maps)
+    return min(fit_of(stages, work, devices).share for devices in maps)
 
 
 def _changes(config: RunConfig, inventory: Inventory) -> Iterator[Change]:

@@ -63,9 +63,36 @@ class DeviceLoad:
         return sum(self.host_parts.values())
 
 
-def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str]:
-    """The reasons why a map does not fit. Names only one overfull device and one overfull host."""
-    fullest = sorted(loads(stages, work, devices), key=lambda load: load.limit - load.peak)
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a run fits a map of devices."""
+
+    loads: tuple[DeviceLoad, ...]
+    """The memory of each device that is used."""
+    problems: tuple[str, ...]
+    """The reasons why it does not fit, of which one names an overfull device and one an overfull
+    host."""
+    share: float
+    """Memory use of the fullest device or host, as a share of its usable memory; also more than 1
+    if memory suffices but something else does not fit."""
+
+
+def fit_of(stages: Stages, work: Workload, devices: DeviceMap) -> Fit:
+    """How a run fits this map."""
+    device_loads = loads(stages, work, devices)
+    shares = [
+        *(load.peak / load.limit for load in device_loads),
+        *_host_shares(device_loads, devices).values(),
+    ]
+    found = tuple(_problems(stages, work, devices, device_loads))
+    return Fit(device_loads, found, max(*shares, 1.0 + 1e-9) if found else max(shares))
+
+
+def _problems(
+    stages: Stages, work: Workload, devices: DeviceMap, device_loads: Sequence[DeviceLoad]
+) -> Iterator[str]:
+    """See `Fit.problems`."""
+    fullest = sorted(device_loads, key=lambda load: load.limit - load.peak)
     for load in fullest:
         if load.peak > load.limit:
             kind = devices.inventory.kind
@@ -114,18 +141,6 @@ def _describe_largest(load: DeviceLoad) -> str:
     largest = sorted(size.parts.items(), key=lambda entry: -entry[1])[:_NAMED_TERMS]
     terms = ", ".join(f"{use} {size / GIB:.1f}" for use, size in largest)
     return f"Most of the {role}'s memory: {terms}"
-
-
-def overfull(stages: Stages, work: Workload, devices: DeviceMap) -> float:
-    """Memory use of the fullest device or host, as a share of its usable memory; also more than 1
-    if memory suffices but something else does not fit.
-    """
-    device_loads = loads(stages, work, devices)
-    shares = [
-        *(load.peak / load.limit for load in device_loads),
-        *_host_shares(device_loads, devices).values(),
-    ]
-    return max(*shares, 1.0 + 1e-9) if any(problems(stages, work, devices)) else max(shares)
 
 
 def fullest_host(loads: Sequence[DeviceLoad], devices: DeviceMap) -> tuple[Mapping[str, int], int]:
@@ -230,11 +245,13 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
     )
     moved = stages.update(devices) if devices.of("engine") and ranks else BytesMoved(0)
     published = _published(moved, devices)
+    replicas: dict[int, Counter[str]] = {}
+    for replica in devices.replicas:
+        for device in replica.devices:
+            replicas.setdefault(device, Counter())[replica.role] += 1
     device_loads = []
     for device in range(len(devices.inventory)):
-        counts = {
-            role: sum(r.role == role for r in devices.on(device)) for role in ("engine", "trainer")
-        }
+        counts = replicas.get(device, Counter())
         counts["engine"] *= 1 + stages.frozen
         awake = {
             role: _times(size, counts[role])

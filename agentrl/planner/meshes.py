@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from agentrl.config.run_config import RunConfig
 from agentrl.models.facts import ModelFacts
 from agentrl.placement.device_map import DeviceMap
-from agentrl.planner.memory import loads, problems
+from agentrl.planner.memory import fit_of
 from agentrl.planner.run_facts import stages_of
 from agentrl.simulate.stages import TrainSeconds, Workload
 
@@ -124,14 +124,13 @@ def _option(
     if changed is None:
         return None
     stages = stages_of(changed, facts)
-    awake = [
-        load.awake["trainer"] for load in loads(stages, work, devices) if "trainer" in load.awake
-    ]
+    fit = fit_of(stages, work, devices)
+    awake = [load.awake["trainer"] for load in fit.loads if "trainer" in load.awake]
     return MeshOption(
         {axis: n for axis, n in sizes.items() if n > 1},
         max(size.total for size in awake),
         stages.train(work, devices),
-        tuple(problems(stages, work, devices)),
+        fit.problems,
     )
 
 

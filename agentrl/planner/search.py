@@ -18,7 +18,7 @@ from agentrl.models.facts import ModelFacts
 from agentrl.placement.device_map import DeviceMap, device_maps
 from agentrl.placement.inventory import Inventory
 from agentrl.planner.advice import what_fits
-from agentrl.planner.memory import loads, overfull, problems
+from agentrl.planner.memory import fit_of, loads
 from agentrl.planner.meshes import GAIN, MeshChoice, MeshOption, mesh_choice, with_mesh
 from agentrl.planner.plan import Advice, Candidate, Plan, StepEstimate
 from agentrl.planner.run_facts import (
@@ -99,13 +99,9 @@ def _check_context(config: RunConfig, facts: ModelFacts) -> None:
 
 
 def _examine(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap) -> Candidate:
-    candidate = tuple(problems(stages, work, devices))
-    return Candidate(
-        devices,
-        overfull(stages, work, devices),
-        candidate,
-        0.0 if candidate else _rough(config, stages, work, devices),
-    )
+    fit = fit_of(stages, work, devices)
+    rough = 0.0 if fit.problems else _rough(config, stages, work, devices)
+    return Candidate(devices, fit.share, fit.problems, rough)
 
 
 def _rough(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap) -> float:

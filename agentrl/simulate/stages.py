@@ -93,14 +93,26 @@ def _lengths(
     turns, answers = simulation.env.turns, simulation.engine.answer_tokens
     if isinstance(turns, Constant) and isinstance(answers, Constant):
         return ()
+    limits = rollout.budget.turns, rollout.sampling.max_tokens
+    lengths = []
+    for played, sampled in _draw_episodes(turns, answers, limits, count):
+        observed = simulation.prompt_tokens + (played - 1) * simulation.observation_tokens
+        lengths.append(min(round(observed + sampled), longest))
+    return tuple(lengths)
+
+
+@lru_cache(maxsize=64)
+def _draw_episodes(
+    turns: Latency, answers: Latency, limits: tuple[int, int], count: int
+) -> tuple[tuple[int, float], ...]:
+    """The turns and the sampled tokens of so many episodes. `limits`: the most turns of an episode,
+    and the most tokens of an answer.
+    """
     rng, drawn = Random(0), []
     for _ in range(count):
-        played = round(min(max(turns.sample(rng), 1), rollout.budget.turns))
-        said = (
-            min(max(answers.sample(rng), 1), rollout.sampling.max_tokens) for _ in range(played)
-        )
-        observed = simulation.prompt_tokens + (played - 1) * simulation.observation_tokens
-        drawn.append(min(round(observed + sum(said)), longest))
+        played = round(min(max(turns.sample(rng), 1), limits[0]))
+        said = (min(max(answers.sample(rng), 1), limits[1]) for _ in range(played))
+        drawn.append((played, sum(said)))
     return tuple(drawn)
 
 

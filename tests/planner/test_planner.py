@@ -25,7 +25,7 @@ from agentrl.placement.devices import GIB, GPUS, gpu_named, host
 from agentrl.placement.inventory import Inventory
 from agentrl.planner.check import check_placement
 from agentrl.planner.measured import read_measurements, with_measured
-from agentrl.planner.memory import loads, problems
+from agentrl.planner.memory import fit_of, loads
 from agentrl.planner.plan import Plan
 from agentrl.planner.report import as_json, print_plan
 from agentrl.planner.run_facts import model_of, placement_request_of, stages_of
@@ -468,9 +468,10 @@ def test_a_map_that_is_taken_never_overfills_a_device(
     except ConfigError:
         return
     for devices in found:
-        if any(problems(stages, work, devices)):
+        fit = fit_of(stages, work, devices)
+        if fit.problems:
             continue
-        for load in loads(stages, work, devices):
+        for load in fit.loads:
             held = [sum(size.parts.values()) for size in load.awake.values()]
             # Counted again from the parts: in turns the larger one is awake, else both are.
             assert (max(held) if devices.time_shared else sum(held)) <= inventory.kind.memory
