@@ -15,7 +15,7 @@ from agentrl.config import RunConfig, load_config
 from agentrl.placement.device_map import device_maps
 from agentrl.placement.devices import GIB, gpu_named
 from agentrl.placement.inventory import Inventory
-from agentrl.planner.memory import DeviceLoad, loads, problems
+from agentrl.planner.memory import DeviceLoad, fit_of
 from agentrl.planner.run_facts import model_of, placement_request_of, stages_of, with_defaults
 from agentrl.simulate.stages import workload
 
@@ -31,13 +31,10 @@ def in_turns(config: RunConfig, inventory: Inventory) -> tuple[DeviceLoad, list[
     placement = config.placement.model_copy(update={"name": "colocated"})
     maps = device_maps(placement, placement_request_of(config), inventory)
     shared = [devices for devices in maps if devices.time_shared]
-    faults = {
-        devices.tensor_parallel(): list(problems(stages, work, devices)) for devices in shared
-    }
-    split = min((n for n in faults if not faults[n]), default=max(faults))
-    (devices,) = (devices for devices in shared if devices.tensor_parallel() == split)
-    fullest = max(loads(stages, work, devices), key=lambda load: (load.peak, load.host))
-    return fullest, faults[split]
+    fits = {devices.tensor_parallel(): fit_of(stages, work, devices) for devices in shared}
+    split = min((n for n, fit in fits.items() if not fit.problems), default=max(fits))
+    fullest = max(fits[split].loads, key=lambda load: (load.peak, load.host))
+    return fullest, list(fits[split].problems)
 
 
 def rows(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
