@@ -1,7 +1,7 @@
 """What rollout workers (`rollout.workers`) gain, and what an episode costs the controller.
 
     python benchmarks/workers.py [--episodes 64] [--workers 0 1 2] [--burn 0 5] [--turns 4 16 64]
-        [--actor] [--pause 0]
+        [--actor] [--pause 0] [--calls]
 
 The engine answers at once; scheduler, ledger, renderer and links are the real ones. The first table
 has turns per second with environments that compute for `--burn` milliseconds a step, for each
@@ -11,6 +11,8 @@ controller for an episode of so many `--turns`, without workers and with most of
 in a batch of the scheduler (of all threads, and of the event loop alone), and to make the samples
 of the batch, to measure and to write it. The threads of Ray cost by second, not by episode, and so
 do reports of live episodes: with `--pause`, steps wait for so many seconds, which costs no CPU.
+With `--calls`, each row is played once more, and the calls of functions by the event loop are
+counted: they do not depend on what the processor's caches have kept since the last episode.
 
 The engine is in the controller. With `--actor`, the second table also has rows with one in an actor
 of Ray, which workers ask themselves.
@@ -21,11 +23,12 @@ there are processes. CPU times mean something on a busy machine too.
 
 import argparse
 import asyncio
+import cProfile
 import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -169,6 +172,8 @@ class Measured:
     """Of the controller."""
     loop_cpu_ms_per_episode: float
     """Of its event loop alone, without the threads of the ledger and of Ray."""
+    calls_per_episode: float = 0.0
+    """Calls of functions by its event loop; 0 if they are not counted."""
     recording_cpu_ms_per_episode: float = 0.0
     """Of the controller, to make, measure and write a batch."""
     start_seconds: float = 0.0
@@ -201,8 +206,9 @@ async def measure(
     *,
     place: str = "controller",
     pause: float = 0.0,
+    calls: bool = False,
 ) -> Measured:
-    """Play a batch of episodes, with an engine at this place."""
+    """Play a batch of episodes, with an engine at this place. `calls`: count those of functions."""
     renderer = TemplateRenderer.of_model(model)
     words = "I take the key, and I try to open the door with it. "
     token_ids = list(renderer.answer_ids(words * 40))[:ANSWER_TOKENS]
@@ -211,17 +217,20 @@ async def measure(
     async with engine_at(place, token_ids, model) as engine:
         if not workers:
             async with opened(lambda name: engine) as make_runner:
-                return await play(make_runner(policy), engine, episodes, turns)
+                return await play(make_runner(policy), engine, episodes, turns, calls=calls)
         start = partial(ProcessWorker.start, lease=600.0)
         began = time.perf_counter()
         async with RolloutWorkers(start, opened, workers, silence=600.0, imports=IMPORTS) as pool:
             took = time.perf_counter() - began
             pool.engines.name_of(engine, "policy")
             runner = WorkerRunner(pool, policy, renderer)
-            return replace(await play(runner, engine, episodes, turns), start_seconds=took)
+            played = await play(runner, engine, episodes, turns, calls=calls)
+            return replace(played, start_seconds=took)
 
 
-async def play(runner: EpisodeRunner, engine: Engine, episodes: int, turns: int) -> Measured:
+async def play(
+    runner: EpisodeRunner, engine: Engine, episodes: int, turns: int, *, calls: bool
+) -> Measured:
     """Play a batch with the real scheduler, after a small one."""
     config = RolloutConfig(groups_per_step=episodes // GROUP, group_size=GROUP)
     apart = isinstance(runner, WorkerRunner)
@@ -245,10 +254,12 @@ async def play(runner: EpisodeRunner, engine: Engine, episodes: int, turns: int)
                 await asyncio.sleep(0.1)
             await record(scribe, Path(folder), [])
             freeze_gc()  # as a run does; a full collection by chance would be most of what is seen
+            profile = cProfile.Profile()
             cpu, loop, wall = time.process_time(), time.thread_time(), time.perf_counter()
-            async with rollouts.new_weights(1):
-                await engine.update_weights({}, 1)
-            groups = await rollouts.next_batch()
+            with profile if calls else nullcontext():
+                async with rollouts.new_weights(1):
+                    await engine.update_weights({}, 1)
+                groups = await rollouts.next_batch()
             cpu, loop = time.process_time() - cpu, time.thread_time() - loop
             wall = time.perf_counter() - wall
             recording = time.process_time()
@@ -259,7 +270,8 @@ async def play(runner: EpisodeRunner, engine: Engine, episodes: int, turns: int)
     of_all, of_loop, of_recording = (
         1000 * seconds / episodes for seconds in (cpu, loop, recording)
     )
-    return Measured(rate, of_all, of_loop, of_recording)
+    counted = sum(entry.callcount for entry in profile.getstats())
+    return Measured(rate, of_all, of_loop, counted / episodes, of_recording)
 
 
 async def record(scribe: Scribe, folder: Path, groups: list[Group]) -> None:
@@ -282,6 +294,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--actor", action="store_true")
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--calls", action="store_true")
     chosen = parser.parse_args()
     places = ["controller", "actor"] if chosen.actor else ["controller"]
     if chosen.actor:
@@ -313,20 +326,24 @@ def main() -> None:
             "engine",
             "controller: CPU-ms an episode",
             "of its event loop",
+            "its calls",
             "recorded",
         )
         for turns in chosen.turns:
             for workers, place in product((0, max(chosen.workers)), places):
-                measured = measure(
-                    model, workers, chosen.episodes, turns, 0.0, place=place, pause=chosen.pause
-                )
-                found = run_steadily(measured)
+                again = partial(measure, model, workers, chosen.episodes, turns, 0.0, place=place)
+                found = run_steadily(again(pause=chosen.pause))
+                calls = "-"
+                if chosen.calls:
+                    counted = run_steadily(again(pause=chosen.pause, calls=True))
+                    calls = f"{counted.calls_per_episode:.0f}"
                 by_turns.add_row(
                     str(turns),
                     str(workers),
                     place,
                     f"{found.cpu_ms_per_episode:.2f}",
                     f"{found.loop_cpu_ms_per_episode:.2f}",
+                    calls,
                     f"{found.recording_cpu_ms_per_episode:.2f}",
                 )
         console.print(by_turns)

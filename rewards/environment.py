@@ -25,4 +25,5 @@ class EnvironmentReward:
 
     def score_turns(self, trajectory: Trajectory) -> tuple[float, ...]:
         """The scaled reward of each turn."""
-        return tuple(self._scale * reward for reward in trajectory.turn_rewards)
+        rewards = trajectory.turn_rewards
+        return tuple(rewards) if self._scale == 1 else tuple(self._scale * r for r in rewards)

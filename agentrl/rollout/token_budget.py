@@ -64,11 +64,12 @@ class EnvironmentCost:
     def __init__(self, turns: int) -> None:
         self._span = -(-turns // _STAGES)
         stages = self.stage(turns) + 1
-        self._went_on_S = np.zeros(stages)
-        self._ended_S = np.zeros(stages)
-        self._growth_S = np.zeros(stages)
-        self._live_S = np.zeros(stages)
-        self._held_S = np.zeros(stages)
+        # Lists: single numbers change with each answer, and those of arrays are slow to change.
+        self._went_on_S = [0.0] * stages
+        self._ended_S = [0.0] * stages
+        self._growth_S = [0.0] * stages
+        self._live_S = [0] * stages
+        self._held_S = [0] * stages
         self._last = stages - 1
 
     def stage(self, answers: int) -> int:
@@ -108,15 +109,17 @@ class EnvironmentCost:
         """(tokens that the live episodes hold after each further stage, those of one new episode),
         each of shape J, from now on. No context exceeds `max_context`.
         """
-        growth_S = _carried_on(self._growth_S, self._went_on_S > 0, float(max_context))
-        left_S = self._went_on_S + self._ended_S
-        ends_S = np.divide(self._ended_S, left_S, out=np.zeros_like(left_S), where=left_S > 0)
+        went_on_S, ended_S = np.asarray(self._went_on_S), np.asarray(self._ended_S)
+        all_live_S, all_held_S = np.asarray(self._live_S), np.asarray(self._held_S)
+        growth_S = _carried_on(np.asarray(self._growth_S), went_on_S > 0, float(max_context))
+        left_S = went_on_S + ended_S
+        ends_S = np.divide(ended_S, left_S, out=np.zeros_like(left_S), where=left_S > 0)
         goes_on_S = 1 - np.minimum(ends_S, _LIKELIEST_END)
         held_S = np.concatenate(([0.0], np.cumsum(growth_S[:-1])))
         lasts_S = np.concatenate(([1.0], np.cumprod(goes_on_S[:-1])))
-        matters_S = (lasts_S > _RARE) | (self._live_S > 0)
+        matters_S = (lasts_S > _RARE) | (all_live_S > 0)
         last = int(np.flatnonzero(matters_S)[-1])  # few stages, where episodes are short
-        live_S, held_now_S = self._live_S[: last + 1], self._held_S[: last + 1]
+        live_S, held_now_S = all_live_S[: last + 1], all_held_S[: last + 1]
         stage = np.arange(last + 1)
         later_SJ = np.minimum(stage[:, None] + stage, last)
         is_there_SJ = stage[:, None] + stage <= last

@@ -9,7 +9,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from itertools import zip_longest
+from itertools import starmap, zip_longest
+from operator import add
 from types import FunctionType, MappingProxyType
 from typing import Any, Self
 
@@ -259,7 +260,7 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
         scale = max(scale, abs(part.weight * score.value))
         weighted = [part.weight * earned for earned in score.turns]
         # Parts may reward fewer turns than others; the last turn gets their rest later.
-        turns = tuple(a + b for a, b in zip_longest(turns, weighted, fillvalue=0.0))
+        turns = tuple(starmap(add, zip_longest(turns, weighted, fillvalue=0.0)))
         named[part.name] = score.value
         for key, inner in score.parts.items():
             if key != part.name:

@@ -87,7 +87,7 @@ def turn_rewards(returned: Any) -> tuple[float, ...]:
             "numbers"
         )
     # The environment's own are plain floats, and many: they are read as an array.
-    if all(type(one) is float for one in listed):
+    if set(map(type, listed)) <= {float}:
         return finite_all(listed)
     return finite_all([_number(one, "the reward returned for a turn") for one in listed])
 

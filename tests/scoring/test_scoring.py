@@ -1,6 +1,7 @@
 """The seam of rewards: any shape, parts that are asked at once, and failures that stay failures."""
 
 import asyncio
+import cProfile
 import math
 import os
 import pickle
@@ -38,6 +39,25 @@ from tests.rollout.test_scheduler import World, config
 
 PLAYED = trajectory("hello")
 numbers = st.floats(-1e6, 1e6)
+
+
+def test_an_episode_of_arrays_is_scored_in_as_many_calls_whatever_its_turns():
+    def calls_of(turns: int) -> int:
+        (turn,) = PLAYED.turns
+        played = replace(PLAYED, turns=(turn,) * turns).sealed()
+        reward = EnvironmentReward(EnvironmentReward.Config())
+        asyncio.run(score_trajectory(reward, played, 60.0))  # imports
+        profile = cProfile.Profile()
+        with profile:
+            asyncio.run(score_trajectory(reward, played, 60.0))
+        # How often the event loop looks for news is its own matter.
+        return sum(
+            entry.callcount
+            for entry in profile.getstats()
+            if f"{os.sep}agentrl{os.sep}" in getattr(entry.code, "co_filename", "")
+        )
+
+    assert calls_of(2) == calls_of(200) > 10
 
 
 class Slow:

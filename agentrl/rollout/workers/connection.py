@@ -154,7 +154,8 @@ class WorkerConnection:
                 self._became_ready()
             case Sampled(answers):
                 for number, sampled in answers.items():
-                    self._report(number, sampled)
+                    if (episode := self._episodes.get(number)) is not None:
+                        episode.report(TokensSampled(*sampled))
             case Played(number, Parcel() as parcel):
                 self._take_parcel(number, parcel)
             case Progress() | Played() | Raised() | Cancelled():
@@ -174,10 +175,6 @@ class WorkerConnection:
             news = Raised(number, WorkerDiedError(ROLE, self.rank, why))
         self.link.send(Received(number))
         self.take(news)
-
-    def _report(self, number: int, report: TokensSampled) -> None:
-        if (episode := self._episodes.get(number)) is not None:
-            episode.report(report)
 
     async def _generate(self, engine: str, request: GenerateRequest) -> ReplicaAnswer:
         return ReplicaAnswer(await self._engines[engine].generate(request))

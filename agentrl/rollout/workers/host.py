@@ -44,9 +44,9 @@ from agentrl.rollout.workers.remote_engine import RemoteEngines
 from agentrl.trajectory import Trajectory
 
 PULSE_SECONDS = 1.0
-"""Between two signs of life of a worker's event loop."""
-_SAMPLED_SECONDS = 0.5
-"""Between two reports of the tokens that were sampled. They cost the controller by live episode."""
+"""Between two signs of life of a worker's event loop, with reports of what was sampled and of what
+engines were asked. They cost the controller by live episode, and by engine.
+"""
 _SAME_CLOCK_SECONDS = 1.0
 """Clocks that differ by less are those of one machine, seen through a message."""
 
@@ -201,24 +201,21 @@ class _Playing:
         return report
 
     async def _give_signs_of_life(self) -> None:
-        due = elapsed()
         while True:
             self._send_sampled()
-            if elapsed() >= due:
-                self._send(Pulse(time.process_time(), busy_seconds()))
-                for report in self.engines.reports():
-                    self._send(report)
-                due = elapsed() + PULSE_SECONDS
-            await asyncio.sleep(_SAMPLED_SECONDS)
+            self._send(Pulse(time.process_time(), busy_seconds()))
+            for report in self.engines.reports():
+                self._send(report)
+            await asyncio.sleep(PULSE_SECONDS)
 
     def _send_sampled(self) -> None:
         if self.sampled:
-            self._send(Sampled(dict(self.sampled)))
+            self._send(Sampled.of(self.sampled))
             self.sampled.clear()
 
     def _send_sampled_of(self, number: int) -> None:
         if (sampled := self.sampled.pop(number, None)) is not None:
-            self._send(Sampled({number: sampled}))
+            self._send(Sampled.of({number: sampled}))
 
     def _send(self, message: Any) -> None:
         assert self.link is not None

@@ -141,7 +141,14 @@ class Pulse(NamedTuple):
 class Sampled(NamedTuple):
     """Answers that episodes got since the last message of this kind."""
 
-    answers: Mapping[int, TokensSampled]
+    answers: Mapping[int, tuple[int, int, int]]
+    """The fields of `TokensSampled` by episode. Their class would be most of what it costs the
+    controller to read them."""
+
+    @classmethod
+    def of(cls, reports: Mapping[int, TokensSampled]) -> "Sampled":
+        """The reports of these episodes."""
+        return cls({n: (one.tokens, one.answers, one.context) for n, one in reports.items()})
 
 
 class Progress(NamedTuple):
