@@ -17,7 +17,7 @@ from benchmarks.where_to_branch import (
     oracle_of,
 )
 
-FAST = ("t_maze", "chain")
+FAST = ("t_maze",)
 SIZES = [
     pytest.param(problem, marks=pytest.mark.slow if problem in FAST else pytest.mark.long)
     for problem in PROBLEMS
@@ -47,7 +47,7 @@ def test_the_docs_say_what_the_best_and_the_worst_turn_give(problem: str) -> Non
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("members", [MEMBERS, pytest.param(2 * MEMBERS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("members", [MEMBERS, pytest.param(2 * MEMBERS, marks=pytest.mark.long)])
 def test_the_docs_say_how_noisy_groups_without_branches_are(members: int, problem: str) -> None:
     label = f"no branches, groups of {members}"
     assert noise_without(problem, members) == pytest.approx(told(label, problem), abs=0.06)

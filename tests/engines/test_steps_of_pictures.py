@@ -39,7 +39,9 @@ def contexts(family: Family) -> list[Context]:
     ]
 
 
-@pytest.mark.parametrize("step_tokens", [1, 5, 16, 23, 40])
+@pytest.mark.parametrize(
+    "step_tokens", [5, 23, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 16, 40))]
+)
 def test_steps_of_any_size_see_whole_pictures(
     folder: Path,
     family: Family,

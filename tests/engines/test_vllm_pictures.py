@@ -150,8 +150,7 @@ async def check_family(folder: Path, name: VisionFamily) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "smolvlm",
-        pytest.param("idefics3", marks=pytest.mark.long),
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("smolvlm", "idefics3")),
         *(pytest.param(one, marks=[pytest.mark.long, needs_torchvision]) for one in LOOKING_BACK),
     ],
 )

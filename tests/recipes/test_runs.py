@@ -422,7 +422,7 @@ def test_a_run_that_is_killed_in_the_middle_of_trees_plays_them_again_and_loses_
     assert set(whole.values()) == {4}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_run_branches_where_one_does_that_was_never_stopped(tmp_path):
     found = []
     for name, launches in {"whole": [4], "resumed": [2, 4]}.items():

@@ -106,7 +106,7 @@ def test_vllm_plays_with_pictures_and_takes_up_what_is_trained(
     check_two_steps(done, run)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_with_pictures_ends_with_the_weights_of_one_that_was_not(
     tmp_path: Path,
 ) -> None:

@@ -38,7 +38,7 @@ def run(bound: int, outages: list[tuple[float, float]], **deadlines: float) -> R
     return World(rollout, simulation, STEPS).run()
 
 
-@pytest.mark.parametrize("bound", [0, 1, 4])
+@pytest.mark.parametrize("bound", [0, pytest.param(1, marks=LONG), 4])
 @pytest.mark.parametrize(
     "seconds",
     [0, pytest.param(1, marks=LONG), 5, pytest.param(20, marks=LONG), 120],

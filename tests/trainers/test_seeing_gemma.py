@@ -88,8 +88,10 @@ def alone(own: Any, vision: Vision, one: TrainingSample) -> Tensor:
     "settings",
     [
         WHOLE,
-        {**WHOLE, "activation_checkpointing": "full"},
-        {**WHOLE, "activation_checkpointing": "selective"},
+        *(
+            pytest.param({**WHOLE, "activation_checkpointing": kind}, marks=pytest.mark.long)
+            for kind in ("full", "selective")
+        ),
         {"lora": {"rank": 2}},
     ],
     ids=["plain", "full", "selective", "adapters"],
@@ -159,8 +161,14 @@ def test_a_sample_that_ends_inside_of_a_picture_is_refused(
         to_device(micro_batch, torch.device("cpu"), reader=reader)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [WHOLE, {"lora": {"rank": 2}}], ids=["whole", "adapters"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(WHOLE, marks=pytest.mark.slow),
+        pytest.param({"lora": {"rank": 2}}, marks=pytest.mark.long),
+    ],
+    ids=["whole", "adapters"],
+)
 def test_ranks_of_which_one_has_pictures_are_one_process(
     folder: Path, samples: list[TrainingSample], processes: Processes, settings: dict[str, Any]
 ) -> None:
