@@ -2,8 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +42,8 @@ def train(
         AgentRLError: the run has failed.
     """
     loaded = load_config(Path(config), overrides)
-    _without_running_loop(lambda: _run(loaded, resume))
+    with _unimportable_script():
+        _without_running_loop(lambda: _run(loaded, resume))
     summary = loaded.config.run_dir / "summary.json"
     found: dict[str, Any] = json.loads(summary.read_text()) if summary.exists() else {}
     return found
@@ -49,6 +52,23 @@ def train(
 def _run(loaded: LoadedConfig, resume: bool) -> None:
     with Run(loaded, Console(), resume=resume) as run:
         run_steadily(loaded.config.recipe.call(run))
+
+
+@contextmanager
+def _unimportable_script() -> Iterator[None]:
+    """Keep the processes that a run starts from importing the script that called it, as Python's
+    multiprocessing has them do. A run needs nothing of it; it would begin again in each of them
+    where no `if __name__ == "__main__"` guards the call, and from standard input it cannot be
+    imported at all.
+    """
+    script = vars(sys.modules["__main__"])
+    # As in a session without a script: there `inspect` expects no file at all.
+    found = {"__spec__": script["__spec__"], "__file__": script.pop("__file__", None)}
+    script["__spec__"] = None
+    try:
+        yield
+    finally:
+        script |= {name: value for name, value in found.items() if value is not None}
 
 
 def _without_running_loop(call: Callable[[], T]) -> T:

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import subprocess
+import sys
+from multiprocessing.spawn import get_preparation_data
 from pathlib import Path
 
 import pytest
@@ -40,3 +43,47 @@ def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path) -> No
     with pytest.raises(agentrl.ConfigError, match="Did you mean 'lr'"):
         agentrl.train(CONFIG, ["trainer.lrr=1", f"run_dir={tmp_path / 'run'}"])
     assert not (tmp_path / "run").exists()
+
+
+RECIPE = """
+import json
+from multiprocessing.spawn import get_preparation_data
+
+async def look(run):
+    told = [name for name in get_preparation_data("a process") if name.startswith("init_main")]
+    (run.folder / "told.json").write_text(json.dumps(told))
+"""
+
+
+def test_no_process_of_a_run_imports_the_script_that_calls_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = sys.modules["__main__"]
+    monkeypatch.setattr(script, "__file__", "script.py", raising=False)
+    monkeypatch.setattr(script, "__spec__", None)
+    told_before = get_preparation_data("a process")["init_main_from_path"]
+    (tmp_path / "looks.py").write_text(RECIPE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("env: frozen_lake\nrecipe: looks:look\nrun_dir: run\n")
+    agentrl.train("run.yaml", ["trackers=[]"])
+    assert json.loads((tmp_path / "run" / "told.json").read_text()) == []
+    assert get_preparation_data("a process")["init_main_from_path"] == told_before
+
+
+@pytest.mark.long
+def test_a_script_without_a_guard_trains_with_workers_also_from_standard_input(
+    tmp_path: Path,
+) -> None:
+    script = (
+        "import sys, agentrl\n"
+        f"agentrl.train({str(CONFIG)!r}, [*{SMALL!r}, 'rollout.workers=1', *sys.argv[1:]])\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    for name, text in (("script.py", ""), ("-", script)):
+        command = [sys.executable, name, f"run_dir=run{name}"]
+        done = subprocess.run(
+            command, input=text, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (tmp_path / f"run{name}" / "summary.json").exists()
