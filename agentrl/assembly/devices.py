@@ -21,6 +21,7 @@ from agentrl.placement.devices import GIB
 from agentrl.placement.time_share import (
     DeviceSharing,
     NoSharing,
+    Sleeper,
     Tenant,
     TimeSharing,
 )
@@ -96,8 +97,8 @@ def _time_sharing(
     if why_not is not None:
         logger.warning("before new weights are sent, the trainer sleeps: %s", why_not)
     sharing = TimeSharing(
-        Tenant("engine", engines, planned("engine"), weights),
-        Tenant("trainer", trainers, planned("trainer")),
+        Tenant("engine", list(map(Sleeper.of_engine, engines)), planned("engine"), weights),
+        Tenant("trainer", list(map(Sleeper.of_trainer, trainers)), planned("trainer")),
         trainers[0].free,
         placed.config.placement.switch_seconds,
         weights_fit=why_not is None,

@@ -319,7 +319,7 @@ class RayEngine(Engine):
         await self._call("release_door")
 
     async def sleep(self) -> int | None:
-        """See `Sleeper`."""
+        """See `Engine.sleep`."""
         freed_bytes: int | None = await _answer_of(self._running.sleep.remote())
         return freed_bytes
 
@@ -329,7 +329,7 @@ class RayEngine(Engine):
         return taken_bytes
 
     async def wake(self) -> None:
-        """See `Sleeper`."""
+        """See `Engine.wake`."""
         await _answer_of(self._running.wake.remote())
 
     async def probe(self) -> None:

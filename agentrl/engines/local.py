@@ -408,9 +408,7 @@ class LocalEngine(Engine):
         return self._entered().weights
 
     async def sleep(self) -> int | None:
-        """See `Sleeper` (agentrl/placement/time_share.py). Steps run inline, so no step is in
-        progress.
-        """
+        """See `Engine.sleep`. Steps run inline, so no step is in progress."""
         model = self._entered()
         was_awake = self._awake.is_set()
         self._awake.clear()
@@ -425,7 +423,7 @@ class LocalEngine(Engine):
         return self._entered().wake()
 
     async def wake(self) -> None:
-        """See `Sleeper`."""
+        """See `Engine.wake`."""
         self._entered().wake()
         self._awake.set()
 

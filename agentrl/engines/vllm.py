@@ -305,8 +305,7 @@ class VllmEngine(Engine):
                     raise
 
     async def sleep(self) -> int | None:
-        """See `Sleeper` (agentrl/placement/time_share.py). Weights move to host memory; the KV
-        cache is dropped.
+        """See `Engine.sleep`. Weights move to host memory; the KV cache is dropped.
 
         This is vLLM's level 1, also before an update. Level 2 would drop the weights and spare
         their two copies, but it restores nothing except buffers: what a layer has derived from its
@@ -343,7 +342,7 @@ class VllmEngine(Engine):
             return await self._sleepable_bytes(llm, self._asleep)
 
     async def wake(self) -> None:
-        """See `Sleeper`."""
+        """See `Engine.wake`."""
         async with self._updating:
             llm = self._entered()
             if self._asleep:

@@ -32,10 +32,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Literal
 
 from agentrl.errors import DeadlineError, TimeShareError
 from agentrl.flow import Flow, deadline
+from agentrl.protocols import Engine, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,9 @@ Free = Callable[[], Awaitable[int | None]]
 """Returns how many bytes are free on the fullest of the shared devices; None if those are dead
 which could tell.
 """
+Measured = Callable[[], Awaitable[int | None]]
+"""Returns the bytes of its own that it has freed, or taken, on the device where that is most; None
+if it cannot tell, or has changed nothing."""
 
 
 async def free_on_cpu() -> int:
@@ -61,8 +65,14 @@ async def free_on_gpus() -> int:
     return min(torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count()))
 
 
-class Sleeper(Protocol):
-    """An object that can release its memory for a while. Repeating either call changes nothing.
+async def _do_nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Sleeper:
+    """The calls by which an engine or a trainer releases its memory for a while. Repeating one
+    changes nothing, and one that raises leaves the object as it was.
 
     A sleeping engine answers no requests: new ones wait, and those in flight continue when it
     wakes, from the same token, with their KV recomputed. A sleeping trainer can still provide its
@@ -72,41 +82,24 @@ class Sleeper(Protocol):
     waited for in `sleep`, outside of deadlines.
     """
 
-    async def sleep(self) -> int | None:
-        """Release all memory that can be released. If this raises, the object is awake as before.
+    sleep: Measured
+    """Releases all memory that can be released."""
+    wake: Measured
+    """Allocates the memory again; when this returns, the object works."""
+    wake_weights: Measured = _do_nothing
+    """Allocates the weights of an engine again, so that it can take new ones."""
+    free_step_memory: Measured = _do_nothing
+    """Releases what only a step of a trainer needs."""
 
-        Returns the bytes of its own that this freed, on the device where it freed most; None if it
-        cannot tell, or was asleep already.
+    @staticmethod
+    def of_engine(engine: Engine) -> "Sleeper":
+        """The calls of an engine."""
+        return Sleeper(engine.sleep, engine.wake, wake_weights=engine.wake_weights)
 
-        Raises:
-            ConfigError: it has no way to sleep here.
-        """
-        ...
-
-    async def wake(self) -> None:
-        """Allocate the memory again; when this returns, the object works. If this raises, it is
-        asleep as before.
-        """
-        ...
-
-
-class SleepingEngine(Sleeper, Protocol):
-    """The engine's side: see `Engine.wake_weights`."""
-
-    async def wake_weights(self) -> int | None:
-        """Allocate the weights again, so that it can take new ones; returns the bytes of that."""
-        ...
-
-
-class SleepingTrainer(Sleeper, Protocol):
-    """The trainer's side: see `Trainer.free_step_memory`."""
-
-    async def free_step_memory(self) -> int | None:
-        """Release what only a step needs; returns the bytes of that."""
-        ...
-
-
-S_co = TypeVar("S_co", bound=Sleeper, covariant=True)
+    @staticmethod
+    def of_trainer(trainer: Trainer) -> "Sleeper":
+        """The calls of a trainer."""
+        return Sleeper(trainer.sleep, trainer.wake, free_step_memory=trainer.free_step_memory)
 
 
 class NoSharing:
@@ -131,12 +124,12 @@ class NoSharing:
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant(Generic[S_co]):
+class Tenant:
     """One side of a share."""
 
     name: str
     """Its role."""
-    sleepers: Sequence[S_co]
+    sleepers: Sequence[Sleeper]
     """Its parts, each on all of its devices."""
     planned: int
     """Bytes that must be free on each device before it wakes, as planned: they count until its
@@ -155,8 +148,8 @@ class TimeSharing:
 
     def __init__(
         self,
-        engine: Tenant[SleepingEngine],
-        trainer: Tenant[SleepingTrainer],
+        engine: Tenant,
+        trainer: Tenant,
         free: Free,
         seconds: float,
         *,
@@ -317,7 +310,7 @@ class TimeSharing:
             raise self._with_state(error) from error
         self.state = "training"
 
-    async def _switch(self, tired: "_Side", rested: "_Side", before: State, after: State) -> None:
+    async def _switch(self, tired: Tenant, rested: Tenant, before: State, after: State) -> None:
         if self.state != before:
             raise TimeShareError(f"cannot go from {before} to {after}: the state is {self.state}")
         self.state = "switching"
@@ -339,7 +332,7 @@ class TimeSharing:
             raise
         self.state = after
 
-    async def _undo(self, before: State, *calls: tuple["_Side", _Method]) -> None:
+    async def _undo(self, before: State, *calls: tuple[Tenant, _Method]) -> None:
         """Restore the state before the switch; if that fails too, the sharing is lost."""
         try:
             for turn, method in calls:
@@ -357,7 +350,7 @@ class TimeSharing:
     def _is_lost(self) -> bool:
         return self.state == "lost"
 
-    async def _fall_asleep(self, turn: "_Side") -> None:
+    async def _fall_asleep(self, turn: Tenant) -> None:
         """Put a side to sleep, and note how much memory that has freed."""
         freed = _sum(await self._call(turn, "sleep"))
         if freed is not None:
@@ -369,7 +362,7 @@ class TimeSharing:
         measured = self._of_weights
         return self._engine.planned_weights if measured is None else measured
 
-    async def _check_memory(self, turn: "_Side", *, weights_are_there: bool = False) -> None:
+    async def _check_memory(self, turn: Tenant, *, weights_are_there: bool = False) -> None:
         """Raise an error if a side has no room to wake; of an engine's weights, it may need no
         more.
         """
@@ -386,7 +379,7 @@ class TimeSharing:
                 " their own (placement=disaggregated)"
             )
 
-    async def _missing(self, turn: "_Side", needs: int) -> str | None:
+    async def _missing(self, turn: Tenant, needs: int) -> str | None:
         """The memory that is missing for this; None if there is enough, or if that is unknown."""
         free = await self._free()
         if free is None or free >= needs:
@@ -396,7 +389,7 @@ class TimeSharing:
             " free on a device that it shares"
         )
 
-    async def _call(self, turn: "_Side", method: _Method) -> list[int | None]:
+    async def _call(self, turn: Tenant, method: _Method) -> list[int | None]:
         """Call `method` on all parts at the same time, each under a deadline of its own, which it
         may pause; returns their answers.
 
@@ -407,8 +400,8 @@ class TimeSharing:
 
         async def call(sleeper: Sleeper) -> int | None:
             with deadline("engine", f"{turn.name}.{method}", self._seconds):
-                answer: int | None = await getattr(sleeper, method)()
-                return answer
+                ask: Measured = getattr(sleeper, method)
+                return await ask()
 
         what = method.replace("_", " ")
         try:
@@ -431,9 +424,6 @@ class TimeSharing:
         except BaseException:
             self.state = "lost"  # cancelled, so the outcome is unknown
             raise
-
-
-_Side = Tenant[SleepingEngine] | Tenant[SleepingTrainer]
 
 
 def _sum(measured: Sequence[int | None]) -> int | None:

@@ -254,7 +254,7 @@ class SimulatedEngine(Engine):
         return self._version - (self._config.kv_max_staleness if reuses else 0)
 
     async def sleep(self) -> None:
-        """See `Sleeper` (agentrl/placement/time_share.py): the token clock stops."""
+        """See `Engine.sleep`: the token clock stops."""
         await self._reach()
         self._settle()
         self._state, self._rate = "asleep", 0.0

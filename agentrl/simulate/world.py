@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -22,7 +23,7 @@ from agentrl.engines.router import Router
 from agentrl.flow import EventLog, Flow, now, run_virtual, span
 from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Fates, Ledger
-from agentrl.placement.time_share import DeviceSharing, NoSharing, Tenant, TimeSharing
+from agentrl.placement.time_share import DeviceSharing, NoSharing, Sleeper, Tenant, TimeSharing
 from agentrl.plugins import NoSettings
 from agentrl.protocols import Reward, TaskSource
 from agentrl.rollout.config import RolloutConfig
@@ -238,9 +239,11 @@ class World:
         if not self.simulation.time_shared:
             return NoSharing()
         seconds = self.simulation.switch_seconds
+        # Each way takes half of the time of a step's switches.
+        move = partial(asyncio.sleep, seconds / 2, None)
         return TimeSharing(
-            Tenant("engine", [router], 0),
-            Tenant("trainer", [_Mover(seconds / 2)], 0),
+            Tenant("engine", [Sleeper.of_engine(router)], 0),
+            Tenant("trainer", [Sleeper(sleep=move, wake=move)], 0),
             _free,
             2 * seconds + 60,
         )
@@ -271,24 +274,6 @@ class World:
                         await asyncio.sleep(self.simulation.update_seconds.sample(rng))
                         await router.update_weights({}, step + 1)
             report.step_seconds.append(now() - began)
-
-
-@dataclass(frozen=True, slots=True)
-class _Mover:
-    """The `Sleeper` that stands for a trainer: each way takes half of the time of a step's
-    switches.
-    """
-
-    seconds: float
-
-    async def sleep(self) -> None:
-        await asyncio.sleep(self.seconds)
-
-    async def wake(self) -> None:
-        await asyncio.sleep(self.seconds)
-
-    async def free_step_memory(self) -> None:
-        """It has none."""
 
 
 async def _free() -> int:

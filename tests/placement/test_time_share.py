@@ -90,6 +90,10 @@ class Fake:
             self.device.taken[self.name] = self.size
 
     @property
+    def sleeper(self) -> Sleeper:
+        return Sleeper(self.sleep, self.wake, self.wake_weights, self.free_step_memory)
+
+    @property
     def awake(self) -> bool:
         return self.name in self.device.taken and not self.weights_alone
 
@@ -151,8 +155,8 @@ def shared(
         Fake("trainer", device, 8 * GIB, trainer or {}, **parts),
     )
     share = TimeSharing(
-        Tenant("engine", [one], 8 * GIB, 4 * GIB),
-        Tenant("trainer", [other], needs * GIB),
+        Tenant("engine", [one.sleeper], 8 * GIB, 4 * GIB),
+        Tenant("trainer", [other.sleeper], needs * GIB),
         device.free,
         DEADLINE,
         weights_fit=weights_fit,
@@ -208,8 +212,8 @@ def on_an_h100(engine_keeps: float, trainer_asleep: float) -> tuple[TimeSharing,
     trainer = Fake("trainer", device, 32 * GIB, kept=round(trainer_asleep * GIB), silent=False)
     nothing_planned = 100 * GIB
     share = TimeSharing(
-        Tenant("engine", [engine], nothing_planned),
-        Tenant("trainer", [trainer], 32 * GIB),
+        Tenant("engine", [engine.sleeper], nothing_planned),
+        Tenant("trainer", [trainer.sleeper], 32 * GIB),
         device.free,
         DEADLINE,
     )
@@ -273,7 +277,10 @@ def test_the_parts_of_a_side_that_share_devices_need_the_sum_of_what_they_freed(
     trainer = Fake("trainer", device, 8 * GIB)
     device.taken[teacher.name] = teacher.size
     share = TimeSharing(
-        Tenant("engine", [policy, teacher], 0), Tenant("trainer", [trainer], 0), device.free, 60
+        Tenant("engine", [policy.sleeper, teacher.sleeper], 0),
+        Tenant("trainer", [trainer.sleeper], 0),
+        device.free,
+        60,
     )
 
     async def main() -> None:
@@ -750,13 +757,6 @@ def test_in_the_simulator_turns_cost_the_overlap_that_own_devices_have() -> None
     assert seconds(True) == pytest.approx(3 * generating + 6 * (20 + 2), rel=0.05)
 
 
-def test_engines_are_sleepers(shallow_model_dir: Path) -> None:
-    engine: Sleeper = LocalEngine(LocalEngine.Config(), shallow_model_dir)
-    simulated: Sleeper = SimulatedEngine()
-    assert callable(engine.sleep)
-    assert callable(simulated.wake)
-
-
 # Trainers
 
 
@@ -800,8 +800,8 @@ async def trained(
 def taking_turns(trainer: GroupTrainer) -> DeviceSharing:
     device = Device(8 * GIB)
     return TimeSharing(
-        Tenant("engine", [Fake("engine", device, GIB, seconds=0)], GIB),
-        Tenant("trainer", [trainer], 0),
+        Tenant("engine", [Fake("engine", device, GIB, seconds=0).sleeper], GIB),
+        Tenant("trainer", [Sleeper.of_trainer(trainer)], 0),
         device.free,
         60,
     )
@@ -882,7 +882,10 @@ def test_an_engine_and_a_trainer_take_turns_through_whole_steps(shallow_model_di
                 await trainer.sleep()
                 free = free_on_cpu
                 share = TimeSharing(
-                    Tenant("engine", [engine], 1), Tenant("trainer", [trainer], 1), free, 60
+                    Tenant("engine", [Sleeper.of_engine(engine)], 1),
+                    Tenant("trainer", [Sleeper.of_trainer(trainer)], 1),
+                    free,
+                    60,
                 )
             for version in (1, 2, 3):
                 seen += [
@@ -918,8 +921,8 @@ def test_requests_that_wait_over_an_update_are_computed_once_and_under_the_new_w
         async with engine, trainer:
             await trainer.sleep()
             share = TimeSharing(
-                Tenant("engine", [engine], 1),
-                Tenant("trainer", [trainer], 1),
+                Tenant("engine", [Sleeper.of_engine(engine)], 1),
+                Tenant("trainer", [Sleeper.of_trainer(trainer)], 1),
                 free_on_cpu,
                 60,
                 weights_fit=weights_fit,
