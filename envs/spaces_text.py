@@ -22,7 +22,7 @@ import string
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -39,34 +39,6 @@ MAX_WORDS = 256
 """Most actions of a `Discrete` space that are told one by one."""
 
 _NUMBER = re.compile(r"(?<![\w.-])[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?(?![\w-]|\.\w)")
-
-
-class ActionReader(Protocol):
-    """Finds the action in a message."""
-
-    @property
-    def instruction(self) -> str:
-        """The instruction about actions that the player gets, such as "Actions: left, right."."""
-        ...
-
-    @property
-    def description(self) -> str:
-        """The description of an action, such as "one of: left, right"."""
-        ...
-
-    def read(self, message: str, legal: Collection[int] | None = None) -> Any:
-        """The action that the message names. `legal`: the numbers of the allowed ones, if not all
-        are.
-
-        Raises:
-            ToolError: it names none, more than one, or one that is not legal; the text is for the
-            player.
-        """
-        ...
-
-    def write(self, action: Any) -> str:
-        """The message that names the action."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +176,7 @@ class PartsReader:
     """Actions of a `Dict` or `Tuple` space: `parts` are its innermost ones, by their paths."""
 
     space: Space[Any]
-    parts: Mapping[str, ActionReader]
+    parts: Mapping[str, "ActionReader"]
 
     @property
     def instruction(self) -> str:
@@ -224,7 +196,7 @@ class PartsReader:
         found = {name: self._read(name, reader, message) for name, reader in self.parts.items()}
         return _put_together(self.space, found)
 
-    def _read(self, name: str, reader: ActionReader, message: str) -> Any:
+    def _read(self, name: str, reader: "ActionReader", message: str) -> Any:
         lines = re.findall(
             rf"^[ \t*>-]*{re.escape(name)}[ \t*]*:(.*)$", message, re.MULTILINE | re.IGNORECASE
         )
@@ -244,6 +216,13 @@ class PartsReader:
         return "\n".join(
             f"{name}: {reader.write(parts[name])}" for name, reader in self.parts.items()
         )
+
+
+ActionReader = WordReader | NumberReader | TextReader | PartsReader
+"""Finds the action in a message. `instruction` and `description` tell the player what an action is.
+`read` returns the action that a message names, of which `legal` has the numbers of the allowed
+ones, if not all are. It raises `ToolError`, with a text for the player, for a message that names
+none, more than one, or one that is not legal. `write` returns the message that names an action."""
 
 
 def _inner(space: Space[Any]) -> Mapping[Any, Space[Any]] | None:

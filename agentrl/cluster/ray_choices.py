@@ -15,8 +15,8 @@ class RayChoices:
 
     reference: Any
 
-    def fetch(self) -> ChosenExperts | None:
-        """See `HeldChoices`. Ray copies them to this machine once, for all its processes."""
+    def __call__(self) -> ChosenExperts | None:
+        """Ray copies them to this machine once, for all its processes."""
         import ray
         from ray.exceptions import ObjectLostError
 

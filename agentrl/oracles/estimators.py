@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, combinations_with_replacement, product
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from agentrl.oracles.problems import (
     t_maze,
 )
 from agentrl.protocols import ActorCritic, Algorithm, AlgorithmOffers, LossTokens
+from agentrl.rollout.branches import BranchPlan
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tokens.arrays import FloatArray, floats, ints
 from agentrl.trajectory import (
@@ -79,13 +80,6 @@ class Branching:
         yield 1.0, [turn for turn in self.turns if turn < len(turns)]
 
 
-class TurnRule(Protocol):
-    """Where an episode is to branch, as `rollout.branches` decides it for each member."""
-
-    def has(self, turns: Sequence[Turn], used: int) -> bool:
-        """True if a branch leaves after these turns, of which `used` have branches already."""
-
-
 @dataclass(frozen=True, slots=True)
 class DrawnBranching:
     """Each tree branches by a plan that is drawn for it alone.
@@ -93,7 +87,7 @@ class DrawnBranching:
     `plans`: each with its probability. `share`: that of each branch in its tree.
     """
 
-    plans: tuple[tuple[float, TurnRule], ...]
+    plans: tuple[tuple[float, BranchPlan], ...]
     share: float
     width: int = 1
 
@@ -618,7 +612,6 @@ __all__ = [
     "Oracle",
     "Path",
     "Result",
-    "TurnRule",
     "bandit",
     "chain",
     "corridor",

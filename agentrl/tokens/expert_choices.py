@@ -10,7 +10,7 @@ Dimension suffixes: T consecutive tokens, L layers, K experts of a token.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,9 @@ ChosenExperts = npt.NDArray[np.integer[Any]]
 """Numbers of experts, shape (T, L, K)."""
 
 
-class HeldChoices(Protocol):
-    """Choices in the memory of another process."""
-
-    def fetch(self) -> ChosenExperts | None:
-        """The choices, shape (T, L, K); None if they are lost, with the process that held them."""
-        ...
+HeldChoices = Callable[[], ChosenExperts | None]
+"""Fetches choices from the memory of another process, shape (T, L, K); None if they are lost, with
+the process that held them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +107,7 @@ def read_choices(
     for known, length in zip(choices, lengths, strict=True):
         # The first span counts, so it is written last.
         for span in reversed(() if known is None else known.spans):
-            chosen = span.chosen if isinstance(span.chosen, np.ndarray) else span.chosen.fetch()
+            chosen = span.chosen if isinstance(span.chosen, np.ndarray) else span.chosen()
             if chosen is None:
                 continue
             if found_TLK is None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,38 +29,6 @@ _CONNECT_SECONDS = 60.0
 """How long those on a roll may take to connect, as one of them may have died since."""
 _LOOK_SECONDS = 0.2
 _LONGEST_PAUSE = 0.005
-
-
-class SendingLane(Protocol):
-    """One rank's end of a lane. Its buffers are filled in turns."""
-
-    def buffer(self, number: int) -> Tensor:
-        """The buffer for the bucket `number` of those that this rank sends, once the readers no
-        longer need what was in it.
-        """
-        ...
-
-    def send(self, number: int, bucket: int, size: int) -> None:
-        """Begin to send the first `size` bytes of that buffer, as the bucket `bucket`."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until the readers have everything."""
-        ...
-
-    def break_off(self) -> None:
-        """Leave the readers, which notice it."""
-        ...
-
-
-class ReadingLane(Protocol):
-    """A reader's end of all lanes."""
-
-    def buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """The buckets in their order, which have these sizes in bytes. Nobody else writes to them:
-        vLLM keeps weights until it has all of a layer.
-        """
-        ...
 
 
 def broadcast_group(meeting: Meeting, roll: Roll, sender: int, place: int, seconds: float) -> Any:
@@ -349,3 +317,19 @@ class HandleReading:
             self._meeting.put(f"{self._key}/read/{number}/{self._name}", "")
             yield arrived
             del arrived
+
+
+SendingLane = GroupSending | HandleSending
+"""One rank's end of a lane, whose buffers are filled in turns.
+
+- `buffer(number)`: the buffer for the bucket `number` of those that this rank sends, once the
+  readers no longer need what was in it.
+- `send(number, bucket, size)`: begin to send the first `size` bytes of that buffer, as the bucket
+  `bucket`.
+- `finish()`: wait until the readers have everything.
+- `break_off()`: leave the readers, which notice it.
+"""
+
+ReadingLane = GroupReading | HandleReading
+"""A reader's end of all lanes. `buckets(sizes)` are the buckets in their order, which have these
+sizes in bytes. Nobody else writes to them: vLLM keeps weights until it has all of a layer."""

@@ -145,9 +145,9 @@ def test_choices_are_lost_with_the_actor_that_held_them() -> None:
     join_shared_ray()
     holder: Any = ray.remote(num_cpus=0.1)(Holder).remote()
     (reference,) = ray.get(holder.put.remote())
-    assert RayChoices(reference).fetch() is not None
+    assert RayChoices(reference)() is not None
     ray.kill(holder)
     until = time.monotonic() + PATIENCE_SECONDS
-    while RayChoices(reference).fetch() is not None:
+    while RayChoices(reference)() is not None:
         assert time.monotonic() < until, "the choices are still there"
         time.sleep(0.1)

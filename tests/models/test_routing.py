@@ -184,7 +184,7 @@ class Elsewhere:
     def __init__(self, chosen: ChosenExperts | None) -> None:
         self.chosen = chosen
 
-    def fetch(self) -> ChosenExperts | None:
+    def __call__(self) -> ChosenExperts | None:
         return self.chosen
 
 
