@@ -34,7 +34,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TextIO
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError
@@ -49,6 +49,9 @@ from agentrl.protocols import Env, ResetReply, StepReply
 from agentrl.settings.base import Settings
 from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import ToolCall
+
+if TYPE_CHECKING:
+    from mcp.types import ContentBlock
 
 logger = logging.getLogger(__name__)
 
@@ -443,12 +446,16 @@ def _name(tool: Schema) -> str:
     return str(tool["function"]["name"])
 
 
-def _text(block: Any) -> str:
+def _text(block: "ContentBlock") -> str:
     """A block of a result as the model reads it; a picture or a sound becomes a placeholder."""
-    resource = block.resource if block.type == "resource" else block
-    if (text := getattr(resource, "text", None)) is not None:
-        return str(text)
-    return f"[{block.type} {getattr(resource, 'mime_type', None) or getattr(resource, 'uri', '')}]"
+    from mcp import types
+
+    shown = block.resource if isinstance(block, types.EmbeddedResource) else block
+    if isinstance(shown, types.TextContent | types.TextResourceContents):
+        return shown.text
+    if isinstance(shown, types.ImageContent | types.AudioContent):
+        return f"[{block.type} {shown.mime_type}]"
+    return f"[{block.type} {shown.mime_type or shown.uri}]"
 
 
 def _picture(where: str, block: Any) -> EncodedImage:

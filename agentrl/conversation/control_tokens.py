@@ -49,9 +49,7 @@ def extra_tokens(tokenizer: Any) -> dict[int, ExtraToken]:
     """The added tokens of a tokenizer by their numbers; none of one that is not transformers'."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {
-        token_id: ExtraToken(
-            str(token), getattr(token, "special", True), getattr(token, "normalized", False)
-        )
+        token_id: ExtraToken(str(token), token.special, token.normalized)
         for token_id, token in added.items()
     }
 

@@ -145,7 +145,7 @@ class DirectShipment(Shipment):
         self._weights = weights
         # torch counts the changes of each tensor. Weights that are made on access have no count.
         own = weights.values() if isinstance(weights, dict) else ()
-        self._changes = [(weight, getattr(weight, "_version", 0)) for weight in own]
+        self._changes = [(weight, weight._version) for weight in own]
 
     @property
     def unpacked(self) -> Mapping[str, "Tensor"]:

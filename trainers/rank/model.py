@@ -325,7 +325,7 @@ def begin(sharding: Sharding, origin: Origin) -> None:
 
 def _value_head(model: Any) -> dict[str, torch.Size]:
     """The parameters of a critic's head."""
-    head = getattr(model, "score", None)
+    head = dict(model.named_children()).get("score")
     if not isinstance(head, nn.Linear):
         raise ConfigError(
             f"{type(model).__name__} has no linear head named `score`, as transformers' Llama, Qwen"

@@ -349,6 +349,8 @@ class _Share(NamedTuple):
         return self.flat.detach().narrow(0, self.first, self.weights.numel())
 
 
-def _is_partitioned(tensor: object) -> bool:
+def _is_partitioned(tensor: Tensor) -> bool:
     """True if ZeRO 3 keeps only a part of a parameter on each rank."""
-    return hasattr(tensor, "ds_id")
+    from deepspeed.runtime.zero.utils import is_zero_param
+
+    return bool(is_zero_param(tensor))
