@@ -19,13 +19,13 @@ from agentrl.hosting.pool import EnvPool
 from agentrl.hosting.process_env import ProcessEnv
 from agentrl.plugins import NoSettings
 from agentrl.recipes.demonstrations import DemonstrationsConfig, _player
+from agentrl.rollout.mixture import Mixture, Share
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.tasks.dataset import DatasetTasks
 from agentrl.tasks.env_config import OneEnv
 from agentrl.tasks.levels import Levels
-from agentrl.tasks.mixture import Mixture, Share
 from agentrl.tasks.pools import DifficultyPools
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.tasks.suite_tasks import suite_episodes

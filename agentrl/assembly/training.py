@@ -38,6 +38,7 @@ from agentrl.protocols import (
 )
 from agentrl.rollout.disagreement import Disagreement
 from agentrl.rollout.episode import Role
+from agentrl.rollout.mixture import Mixture
 from agentrl.rollout.opponents import Matches, Opponent, SelfPlay
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.runs.checkpoint import Checkpoints
@@ -45,7 +46,6 @@ from agentrl.runs.old_state import state_in_metrics
 from agentrl.runs.run import Run
 from agentrl.runs.state import RunState, read_state, write_state
 from agentrl.runs.task_sources import task_source
-from agentrl.tasks.mixture import Mixture
 from agentrl.trajectory import Group
 from agentrl.weights.config import WeightsConfig
 from agentrl.weights.publisher import WeightPublisher

@@ -80,9 +80,7 @@ from agentrl.protocols.sandbox import (
 from agentrl.protocols.state import Stateful
 from agentrl.protocols.tasks import (
     Curriculum,
-    EnvLimits,
     FiniteTasks,
-    MixesEnvironments,
     TaskSource,
     TaskSourceOffers,
 )
@@ -123,7 +121,6 @@ __all__ = [
     "Enumeration",
     "EnumerationOffers",
     "Env",
-    "EnvLimits",
     "EpisodeSample",
     "Estimate",
     "Executed",
@@ -139,7 +136,6 @@ __all__ = [
     "LossOutput",
     "LossTokens",
     "MemberAdvantage",
-    "MixesEnvironments",
     "Observation",
     "Offers",
     "OwnerOnly",

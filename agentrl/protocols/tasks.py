@@ -3,12 +3,12 @@
 Dimension suffix: G members of a group.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from agentrl.protocols.offers import Offers
-from agentrl.trajectory import Group, Task
+from agentrl.trajectory import Task
 
 
 class TaskSource(Protocol):
@@ -62,35 +62,3 @@ class TaskSourceOffers(Offers):
 
     metrics: Callable[[], Mapping[str, float]] | None = None
     """Returns metrics of its tasks; called after each step."""
-
-
-@dataclass(frozen=True, slots=True)
-class EnvLimits:
-    """The settings of an environment of a mixture that differ from those of the others."""
-
-    group_size: int
-    """Members of its groups."""
-    max_failed_tasks: int
-    """Tasks that may fail permanently."""
-
-
-@runtime_checkable
-class MixesEnvironments(TaskSource, Protocol):
-    """A task source of several environments, which keeps their shares of what is trained on."""
-
-    @property
-    def limits(self) -> Mapping[str, EnvLimits]:
-        """Of each environment, by its name in the run."""
-        ...
-
-    def trained(self, groups: Iterable[Group]) -> None:
-        """These groups are trained on."""
-        ...
-
-    def lost(self, task: Task) -> None:
-        """The group of this task will not be trained on."""
-        ...
-
-    def give_up(self, env: str) -> bool:
-        """Give an environment no more tasks; returns whether another is left."""
-        ...

@@ -27,7 +27,6 @@ from agentrl.protocols import (
     Curriculum,
     Engine,
     GroupReward,
-    MixesEnvironments,
     Reward,
     TaskSource,
     TaskSourceOffers,
@@ -42,6 +41,7 @@ from agentrl.rollout.disagreement import Disagreement
 from agentrl.rollout.engine_shares import EngineShares
 from agentrl.rollout.group import GroupRunner, MembersLostError
 from agentrl.rollout.member import Member
+from agentrl.rollout.mixture import Mixture
 from agentrl.rollout.next_task import next_task
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.runner import EpisodeRunner, RunnerOffers
@@ -143,7 +143,7 @@ class Rollouts:
         self._filtered: list[tuple[int, Group]] = []  # for the next batch
         self.blocked = False
         """`next_batch` is waiting."""
-        self._mixture = tasks if isinstance(tasks, MixesEnvironments) else None
+        self._mixture = tasks if isinstance(tasks, Mixture) else None
         self._gives_up = gives_up
         self._teaches = teaches
         self._curriculum = tasks if isinstance(tasks, Curriculum) else None
@@ -410,9 +410,7 @@ class Rollouts:
 
     def _group_size(self, task: Task) -> int:
         return (
-            self._mixture.limits[task.env].group_size
-            if self._mixture is not None
-            else self._config.group_size
+            self._config.group_size if self._mixture is None else self._mixture[task.env].group_size
         )
 
     def _next_task(self) -> tuple[int, Task]:
@@ -466,10 +464,8 @@ class Rollouts:
         if self._mixture is None:
             env, allowed, setting = "", self._config.max_failed_tasks, "rollout.max_failed_tasks"
         else:
-            allowed, setting = (
-                self._mixture.limits[env].max_failed_tasks,
-                f"max_failed_tasks of {env}",
-            )
+            allowed = self._mixture[env].max_failed_tasks
+            setting = f"max_failed_tasks of {env}"
         self._failed_tasks[env] += 1
         failed = self._failed_tasks[env]
         if failed <= allowed:

@@ -7,10 +7,10 @@ from agentrl.config.loading import blind_part
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.protocols import FiniteTasks, TaskSource
+from agentrl.rollout.mixture import Mixture, Share
 from agentrl.rollout.next_task import next_task
 from agentrl.scoring.build import task_checks
 from agentrl.tasks.dataset import DatasetTasks, pay_check, picture_check
-from agentrl.tasks.mixture import Mixture, Share
 from agentrl.tasks.suite_tasks import suite_source
 from agentrl.trajectory import Task
 

@@ -19,9 +19,9 @@ from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
 from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.rollout.episode import EnvEpisodeRunner
+from agentrl.rollout.mixture import Mixture, Share
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.settings.sampling import SamplingParams
-from agentrl.tasks.mixture import Mixture, Share
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer

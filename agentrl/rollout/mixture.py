@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from agentrl.errors import ConfigError
 from agentrl.ledger.ledger import Fate
-from agentrl.protocols import Curriculum, EnvLimits, TaskSource, TaskSourceOffers
+from agentrl.protocols import Curriculum, TaskSource, TaskSourceOffers
 from agentrl.rollout.next_task import next_task
 from agentrl.trajectory import Group, Task
 
@@ -61,10 +61,6 @@ class Mixture:
     ) -> None:
         self._shares = {share.name: share for share in shares}
         self._count = count
-        self.limits = {
-            share.name: EnvLimits(share.group_size, share.max_failed_tasks) for share in shares
-        }
-        """Of each environment, by its name in the run."""
 
     def __getitem__(self, env: str) -> Share:
         """An environment's share, by its name in the run."""

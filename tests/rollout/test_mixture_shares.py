@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from agentrl.config import LoadedConfig, load_config
 from agentrl.errors import ConfigError
 from agentrl.plugins import NoSettings
-from agentrl.protocols import Curriculum, MixesEnvironments
-from agentrl.tasks.mixture import Mixture, Share
+from agentrl.protocols import Curriculum
+from agentrl.rollout.mixture import Mixture, Share
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
 
@@ -54,7 +54,6 @@ def group(task: Task, tokens: int = 1) -> Group:
 
 def test_each_environment_gets_the_tasks_of_its_own_source_in_order_and_in_its_share() -> None:
     mixed = mixture(a=2, b=1)
-    assert isinstance(mixed, MixesEnvironments)
     assert isinstance(mixed, Curriculum)
     tasks = [mixed.task(number) for number in range(9)]
     assert [task.env for task in tasks] == ["a", "a", "b"] * 3
