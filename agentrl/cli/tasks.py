@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +18,7 @@ from agentrl.errors import ConfigError
 from agentrl.flow import run_steadily
 from agentrl.models.source import description_folder
 from agentrl.models.tiny import SIZES
-from agentrl.protocols import FiniteTasks, TaskSource
+from agentrl.protocols import TaskSource, count_tasks
 from agentrl.rollout.next_task import next_task
 from agentrl.runs.task_sources import fingerprints, task_source
 from agentrl.settings.yaml_values import in_yaml, to_yaml
@@ -65,7 +65,7 @@ def tasks(  # noqa: PLR0917  typer calls it by name
     config = _config(source, [*(overrides or []), *([f"model={in_yaml(model)}"] if model else [])])
     found = task_source(config, "held-out" if held_out else "train")
     problem = _problem(config)
-    shown = [next_task(found, index) for index in range(_count(found, show))]
+    shown = [next_task(found, index) for index in range(count_tasks(found, show))]
     renderer = _renderer(config)
     if config.env.is_agent:
         raise ConfigError(
@@ -86,7 +86,7 @@ def tasks(  # noqa: PLR0917  typer calls it by name
         _print_lengths(config, found, renderer)
     else:
         _say("no model is named: --model FOLDER shows its chat template and counts tokens")
-    count = f"tasks: {len(found):,}" if isinstance(found, FiniteTasks) else "tasks without end"
+    count = f"tasks: {len(found):,}" if isinstance(found, Sized) else "tasks without end"
     _say(f"{count}, of {config.env.name or 'several environments'}")
     if problem:
         console.print(
@@ -128,10 +128,6 @@ def _renderer(config: RunConfig) -> "TemplateRenderer | None":
         if name in SIZES
         else renderer_of(description_folder(name, config.model.revision), config.model)
     )
-
-
-def _count(source: TaskSource, most: int) -> int:
-    return min(most, len(source)) if isinstance(source, FiniteTasks) else most
 
 
 def _print_opening(opening: "Opening", renderer: "TemplateRenderer | None") -> None:
@@ -203,7 +199,8 @@ def _print_lengths(config: RunConfig, source: TaskSource, renderer: "TemplateRen
 
     found = run_steadily(
         openings(
-            config, [next_task(source, n) for n in range(_count(source, _MAX_MEASURED_PROMPTS))]
+            config,
+            [next_task(source, n) for n in range(count_tasks(source, _MAX_MEASURED_PROMPTS))],
         )
     )
     tokens = [opening.tokens(renderer) for opening in found]

@@ -105,29 +105,6 @@ class EngineDoor:
 
 
 @runtime_checkable
-class HasDoor(Protocol):
-    """An engine in another process, which workers can reach. All of these raise EngineDeadError if
-    it is not running.
-    """
-
-    async def open_door(self) -> Door:
-        """See `EngineDoor.open`."""
-        ...
-
-    async def hold_door(self) -> None:
-        """See `EngineDoor.hold`."""
-        ...
-
-    async def drain_door(self) -> None:
-        """See `EngineDoor.drained`."""
-        ...
-
-    async def release_door(self) -> None:
-        """See `EngineDoor.release`."""
-        ...
-
-
-@runtime_checkable
 class OffersDoors(Protocol):
     """An engine with replicas, of which workers may ask some themselves."""
 
@@ -148,4 +125,4 @@ class OffersDoors(Protocol):
         ...
 
 
-__all__ = ["Doors", "EngineDoor", "HasDoor", "OffersDoors"]
+__all__ = ["Doors", "EngineDoor", "OffersDoors"]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -15,7 +16,7 @@ from agentrl.cluster.ray_receivers import RayReceivers
 from agentrl.cluster.workers import PLACE_SECONDS
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.net.interfaces import LOOPBACK, own_address
-from agentrl.net.link import Door
+from agentrl.net.link import Door, RemoteDoor
 from agentrl.plugins import Component
 from agentrl.protocols import (
     Engine,
@@ -159,7 +160,7 @@ class _EngineHost:
 class RayEngine(Engine):
     """`Engine` whose model is in a Ray actor; `options` are the actor's Ray options. `receivers`
     bring bundles to the machines that cannot read them where they lie. `spans_machines`: its door
-    (`HasDoor`) is to be reached from other machines.
+    (`EngineOffers.remote_door`) is to be reached from other machines.
 
     `stats` are those of the last answer; requests sent since then are counted as waiting.
     """
@@ -191,7 +192,15 @@ class RayEngine(Engine):
     def offers(self) -> EngineOffers:
         """The signs of life are those of the actor, and of an engine that has processes itself."""
         inner = EngineOffers.of(self._chosen.factory)
-        return EngineOffers(probes_while_busy=inner.probes_while_busy or not inner.probes)
+        door = RemoteDoor(
+            open=partial(self._call, "open_door", self._spans_machines),
+            hold=partial(self._call, "hold_door"),
+            drain=partial(self._call, "drain_door"),
+            release=partial(self._call, "release_door"),
+        )
+        return EngineOffers(
+            probes_while_busy=inner.probes_while_busy or not inner.probes, remote_door=door
+        )
 
     @property
     def policy_version(self) -> int:
@@ -300,23 +309,6 @@ class RayEngine(Engine):
         # Tensors are pickled where the method is called, and may be gigabytes.
         answer = await asyncio.to_thread(method.remote, weights, version)
         self._latest = await _answer_of(answer)
-
-    async def open_door(self) -> Door:
-        """See `HasDoor`."""
-        door: Door = await self._call("open_door", self._spans_machines)
-        return door
-
-    async def hold_door(self) -> None:
-        """See `HasDoor`."""
-        await self._call("hold_door")
-
-    async def drain_door(self) -> None:
-        """See `HasDoor`."""
-        await self._call("drain_door")
-
-    async def release_door(self) -> None:
-        """See `HasDoor`."""
-        await self._call("release_door")
 
     async def sleep(self) -> int | None:
         """See `Engine.sleep`."""

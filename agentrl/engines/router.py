@@ -39,7 +39,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from agentrl.cluster.engine_door import Doors, HasDoor
+from agentrl.cluster.engine_door import Doors
 from agentrl.cluster.supervised import RESTARTS, START_SECONDS, STARTS_PER_NODE, Supervised
 from agentrl.cluster.worker_registry import WorkerCount
 from agentrl.engines.direct import DirectAccess
@@ -61,7 +61,7 @@ from agentrl.flow import (
     span,
     waiting_for,
 )
-from agentrl.net.link import Door
+from agentrl.net.link import Door, RemoteDoor
 from agentrl.protocols import (
     Engine,
     EngineOffers,
@@ -454,7 +454,7 @@ class Router(Engine):
     async def _update_between_turns(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         self._open.clear()
         try:
-            await self._at_doors("hold", lambda engine: engine.hold_door())
+            await self._at_doors("hold", lambda door: door.hold())
             if self._update == "abort_resume":
                 self._interruptions += 1
                 with self._clock.held():
@@ -466,7 +466,7 @@ class Router(Engine):
             await self._commit(weights, version)
         finally:
             self._open.set()
-            await self._at_doors("release", lambda engine: engine.release_door())
+            await self._at_doors("release", lambda door: door.release())
 
     async def _commit(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         with self._clock.held():
@@ -569,7 +569,7 @@ class Router(Engine):
         """
         # No turn moves to a replica that has older weights than the tokens of the turn.
         async with self._alone():
-            await self._at_doors("hold", lambda engine: engine.hold_door(), replica)
+            await self._at_doors("hold", lambda door: door.hold(), replica)
             if self._update != "drain" and replica.dead is None:
                 self._interruptions += 1
                 await self._on(
@@ -772,16 +772,19 @@ class Router(Engine):
         self._offer_doors()
 
     def _open_door(self, replica: _Replica) -> None:
-        if self._direct.is_followed and isinstance(replica.engine, HasDoor):
+        remote_door = EngineOffers.of(replica.engine).remote_door
+        if self._direct.is_followed and remote_door is not None:
             self._flow.start(
-                self._offer_door_of(replica, replica.engine), name=f"door {replica.number}"
+                self._offer_door_of(replica, replica.engine, remote_door),
+                name=f"door {replica.number}",
             )
 
-    async def _offer_door_of(self, replica: _Replica, engine: Engine) -> None:
+    async def _offer_door_of(
+        self, replica: _Replica, engine: Engine, remote_door: RemoteDoor
+    ) -> None:
         """Open the door of a replica, and offer it."""
-        assert isinstance(engine, HasDoor)
         try:
-            door = await engine.open_door()
+            door = await remote_door.open()
         except EngineDeadError as error:
             self._mark_dead(replica, engine, error)
         except OSError as error:
@@ -1049,14 +1052,15 @@ class Router(Engine):
     async def _at_doors(
         self,
         what: str,
-        act: Callable[[HasDoor], Awaitable[None]],
+        act: Callable[[RemoteDoor], Awaitable[None]],
         replica: _Replica | None = None,
     ) -> None:
         """Run `act` on all live replicas with a door, or on this one."""
 
         async def at_door(engine: Engine) -> None:
-            if isinstance(engine, HasDoor):
-                await act(engine)
+            remote_door = EngineOffers.of(engine).remote_door
+            if remote_door is not None:
+                await act(remote_door)
 
         if not self._direct.is_followed:
             return
@@ -1068,10 +1072,11 @@ class Router(Engine):
     async def _drain_door(self, replica: _Replica) -> None:
         """Wait until a replica works on nothing that workers have asked it themselves."""
         engine = replica.engine
-        if replica.door is None or not isinstance(engine, HasDoor):
+        remote_door = EngineOffers.of(engine).remote_door
+        if replica.door is None or remote_door is None:
             return
         try:
-            await self._ask(replica, engine.drain_door())
+            await self._ask(replica, remote_door.drain())
         except EngineDeadError as error:
             self._mark_dead(replica, engine, error)
 

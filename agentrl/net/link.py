@@ -14,7 +14,7 @@ import asyncio
 import hmac
 import secrets
 import struct
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -40,6 +40,22 @@ class Door:
     host: str
     port: int
     token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteDoor:
+    """The door of an engine in another process, as the controller uses it (`EngineDoor`). All calls
+    raise EngineDeadError if the engine is not running.
+    """
+
+    open: Callable[[], Awaitable[Door]]
+    """Listen there, and return where workers connect to. Repeating it changes nothing."""
+    hold: Callable[[], Awaitable[None]]
+    """Let new requests wait."""
+    drain: Callable[[], Awaitable[None]]
+    """Return when the engine works on nothing that was asked there."""
+    release: Callable[[], Awaitable[None]]
+    """Let requests pass."""
 
 
 class _Frame:

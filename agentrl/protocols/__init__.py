@@ -80,9 +80,9 @@ from agentrl.protocols.sandbox import (
 from agentrl.protocols.state import Stateful
 from agentrl.protocols.tasks import (
     Curriculum,
-    FiniteTasks,
     TaskSource,
     TaskSourceOffers,
+    count_tasks,
 )
 from agentrl.protocols.tracker import (
     EpisodeSample,
@@ -124,7 +124,6 @@ __all__ = [
     "EpisodeSample",
     "Estimate",
     "Executed",
-    "FiniteTasks",
     "Folder",
     "GenerateRequest",
     "GroupReward",
@@ -173,6 +172,7 @@ __all__ = [
     "TrainerSettingsOffers",
     "check_trainer",
     "clock_of",
+    "count_tasks",
     "isolation_of",
     "missing_methods",
     "options_class_of",

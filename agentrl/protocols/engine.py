@@ -16,6 +16,8 @@ from agentrl.trajectory import Completion
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from agentrl.net.link import RemoteDoor
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
@@ -162,7 +164,7 @@ class Engine(Protocol):
     engine step.
 
     The methods from `score` on are optional: an engine that lacks one does not offer it
-    (`EngineOffers`). Five more facts are its class attribute `offers`.
+    (`EngineOffers`). Six more facts are its attribute `offers`.
     """
 
     @property
@@ -304,7 +306,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineOffers(Offers):
-    """The abilities of an engine beyond `generate`. A class states the first five in its attribute
+    """The abilities of an engine beyond `generate`. An engine states the first six in its attribute
     `offers`; the others follow from its methods.
     """
 
@@ -318,6 +320,8 @@ class EngineOffers(Offers):
     """It loads weights as they arrive (`Shipment.arrivals`), and so can take live ones."""
     reads_images: bool = False
     """It reads the pictures of a request (`GenerateRequest.images`), if its model can."""
+    remote_door: "RemoteDoor | None" = None
+    """Where rollout workers may ask it themselves, if it is in another process."""
     scores: bool = False
     """It has a method `score`."""
     stages_weights: bool = False

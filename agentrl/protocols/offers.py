@@ -5,6 +5,8 @@ from typing import Self
 
 from agentrl.errors import ConfigError
 
+_ABSENT = object()
+
 
 @dataclass(frozen=True, slots=True)
 class Offers:
@@ -25,7 +27,8 @@ class Offers:
             ConfigError: its `offers` are of another seam.
         """
         names = [field.name for field in fields(cls)]
-        stated = {name: getattr(plugin, name) for name in names if hasattr(plugin, name)}
+        found = {name: getattr(plugin, name, _ABSENT) for name in names}
+        stated = {name: value for name, value in found.items() if value is not _ABSENT}
         offers = getattr(plugin, "offers", None)
         if isinstance(plugin, type):
             # A property follows from the settings of an instance, so a class does not tell.

@@ -3,7 +3,7 @@
 Dimension suffix: G members of a group.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -18,25 +18,14 @@ class TaskSource(Protocol):
     The section `tasks` of a config names a class, which is called with its settings, the
     environment's name, the run's seed, the split ("train", "held-out", "demonstrations" or
     "corpus") and the environment's options.
+
+    A finite source has `__len__`, and a `fingerprint` (`TaskSourceOffers`). Its `task` wraps around
+    after the last one, with the same tasks in another order.
     """
 
     def task(self, index: int) -> Task:
         """The task of this index."""
         ...
-
-
-@runtime_checkable
-class FiniteTasks(TaskSource, Protocol):
-    """A finite task source; `task` wraps around after the last one, with the same tasks in another
-    order.
-
-    `fingerprint` changes with the tasks: a run is not resumed on others than it began with.
-    """
-
-    def __len__(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str: ...
 
 
 @runtime_checkable
@@ -46,7 +35,8 @@ class Curriculum(TaskSource, Protocol):
     Outcomes come with each batch: first those of filtered groups, then those of trained ones, each
     by task number. A resumed run replays them in that order from its ledger before it asks for a
     task. A resumed run equals one that was not stopped, if what `task` chooses depends only on the
-    index, the seed and these outcomes. It may also have the method of `TaskSourceOffers`.
+    index, the seed and these outcomes. It may also have the method `metrics` of
+    `TaskSourceOffers`.
     """
 
     def observe(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:
@@ -58,7 +48,15 @@ class Curriculum(TaskSource, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TaskSourceOffers(Offers):
-    """The optional methods of a task source, which are found by their names."""
+    """The optional attributes of a task source, which are found by their names."""
 
+    fingerprint: str | None = None
+    """Changes with the tasks of a finite source: a run is not resumed on others than it began
+    with."""
     metrics: Callable[[], Mapping[str, float]] | None = None
     """Returns metrics of its tasks; called after each step."""
+
+
+def count_tasks(source: TaskSource, most: int) -> int:
+    """The number of different tasks of a source, if it is finite; at most `most`."""
+    return min(most, len(source)) if isinstance(source, Sized) else most

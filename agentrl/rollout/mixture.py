@@ -60,6 +60,7 @@ class Mixture:
         self, shares: Sequence[Share], count: Literal["groups", "tokens"] = "groups"
     ) -> None:
         self._shares = {share.name: share for share in shares}
+        self._offers = {share.name: TaskSourceOffers.of(share.tasks) for share in shares}
         self._count = count
 
     def __getitem__(self, env: str) -> Share:
@@ -107,10 +108,10 @@ class Mixture:
     def metrics(self) -> dict[str, float]:
         """The metrics of the environments' curricula, by the environment's name."""
         metrics: dict[str, float] = {}
-        for name, share in self._shares.items():
-            measure = TaskSourceOffers.of(share.tasks).metrics
-            if measure is not None:
-                metrics |= {f"envs/{name}/{key}": value for key, value in measure().items()}
+        for name, offers in self._offers.items():
+            if offers.metrics is not None:
+                own = offers.metrics()
+                metrics |= {f"envs/{name}/{key}": value for key, value in own.items()}
         return metrics
 
     def state(self) -> Mapping[str, Any]:

@@ -147,6 +147,7 @@ class Rollouts:
         self._gives_up = gives_up
         self._teaches = teaches
         self._curriculum = tasks if isinstance(tasks, Curriculum) else None
+        self._task_offers = TaskSourceOffers.of(tasks)
         self._runner_offers = RunnerOffers.of(runner)
         self._closing = False
         self._flow = Flow("rollouts")
@@ -305,9 +306,8 @@ class Rollouts:
         }
         if self._runner_offers.metrics is not None:
             parts["the runner"] = self._runner_offers.metrics()
-        measure_tasks = TaskSourceOffers.of(self._tasks).metrics
-        if self._curriculum is not None and measure_tasks is not None:
-            parts["the curriculum"] = measure_tasks()
+        if self._curriculum is not None and self._task_offers.metrics is not None:
+            parts["the curriculum"] = self._task_offers.metrics()
         return merge_metrics(parts)
 
     def _own_metrics(self) -> dict[str, float]:

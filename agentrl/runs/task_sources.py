@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from agentrl.config.loading import blind_part
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.protocols import FiniteTasks, TaskSource
+from agentrl.protocols import TaskSource, TaskSourceOffers, count_tasks
 from agentrl.rollout.mixture import Mixture, Share
 from agentrl.rollout.next_task import next_task
 from agentrl.scoring.build import task_checks
@@ -57,8 +57,7 @@ def held_out_tasks(config: RunConfig, count: int) -> list[Task]:
     """The tasks to evaluate on: `count` of each environment, or as many as it has."""
     tasks: list[Task] = []
     for name, source in sources_by_env(config, "held-out").items():
-        there = min(count, len(source)) if isinstance(source, FiniteTasks) else count
-        own = [next_task(source, index) for index in range(there)]
+        own = [next_task(source, index) for index in range(count_tasks(source, count))]
         tasks += (
             [Task(name, one.seed, one.options, f"{name}-{one.id}") for one in own]
             if config.env.mixture
@@ -78,16 +77,18 @@ def fingerprints(config: RunConfig) -> Mapping[str, str]:
     for split in ("train", "held-out") if config.evaluation.tasks else ("train",):
         for name, source in sources_by_env(config, split).items():
             _check_rewards(config, name, name, source)
-            if isinstance(source, FiniteTasks):
-                found[f"{split} of {name}" if config.env.mixture else split] = source.fingerprint
+            fingerprint = TaskSourceOffers.of(source).fingerprint
+            if fingerprint is not None:
+                found[f"{split} of {name}" if config.env.mixture else split] = fingerprint
     for suite in config.evaluation.suites:
         try:
             source = suite_source(suite, config.envs[suite.label])
         except ConfigError as error:
             raise ConfigError(f"the suite {suite.name}: {error}") from error
         _check_rewards(config, suite.label, f"the suite {suite.name}", source)
-        if isinstance(source, FiniteTasks):
-            found[f"suite {suite.name}"] = source.fingerprint
+        fingerprint = TaskSourceOffers.of(source).fingerprint
+        if fingerprint is not None:
+            found[f"suite {suite.name}"] = fingerprint
     return found
 
 

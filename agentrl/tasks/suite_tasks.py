@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.plugins import NoSettings
-from agentrl.protocols import FiniteTasks, TaskSource
+from agentrl.protocols import TaskSource, count_tasks
 from agentrl.tasks.dataset import DatasetTasks
 from agentrl.tasks.env_config import OneEnv
 from agentrl.tasks.row_reader import RowSettings
@@ -21,8 +21,7 @@ def suite_episodes(suite: SuiteConfig, env: OneEnv) -> list[Task]:
         ConfigError: the data cannot be read, or is not fit for the environment.
     """
     source = suite_source(suite, env)
-    count = min(suite.tasks, len(source)) if isinstance(source, FiniteTasks) else suite.tasks
-    tasks = [source.task(index) for index in range(count)]
+    tasks = [source.task(index) for index in range(count_tasks(source, suite.tasks))]
     return [
         Task(suite.label, task.seed, task.options, f"{suite.name}-{task.id}/{sample}")
         for task in tasks

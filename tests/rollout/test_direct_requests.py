@@ -14,7 +14,7 @@ from agentrl.errors import EngineDeadError
 from agentrl.flow import Flow
 from agentrl.ledger.ledger import Ledger
 from agentrl.net.interfaces import LOOPBACK
-from agentrl.net.link import Door
+from agentrl.net.link import Door, RemoteDoor
 from agentrl.protocols import GenerateRequest
 from agentrl.rollout.workers.pool import RolloutWorkers, WorkerRunner
 from agentrl.rollout.workers.remote_engine import RemoteEngine
@@ -40,14 +40,15 @@ class DoorEngine(ScriptedEngine):
         await self.door.close()
         await super().__aexit__(*exc)
 
+    @property
+    def remote_door(self) -> RemoteDoor:
+        return RemoteDoor(self.open_door, self.hold_door, self.door.drained, self.release_door)
+
     async def open_door(self) -> Door:
         return await self.door.open(LOOPBACK)
 
     async def hold_door(self) -> None:
         self.door.hold()
-
-    async def drain_door(self) -> None:
-        await self.door.drained()
 
     async def release_door(self) -> None:
         self.door.release()
