@@ -7,7 +7,13 @@ from typing import Any
 from agentrl.errors import ConfigError
 from agentrl.package.distribution import install_command
 from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
-from agentrl.rewards.rules.final_answer import answer_part, final_answer, in_dollars
+from agentrl.rewards.rules.final_answer import (
+    answer_part,
+    final_answer,
+    in_dollars,
+    last_formula,
+    two_sided,
+)
 from agentrl.rewards.rules.notation import exact_number, plain, without_exponents
 from agentrl.rewards.rules.sameness import NOT_COMPUTED, close, same, value_of
 from agentrl.rewards.rules.units import units_differ, without_unit
@@ -70,11 +76,17 @@ class Math(AnswerRule):
             ConfigError: the right answer cannot be read.
         """
         answer, text = answer[-LONGEST_MATH:], checked(self._option, gold, _text)
+        said = [
+            part for part in (final_answer(answer, several=False), last_formula(answer)) if part
+        ]
         if word := _word(text):
-            said = final_answer(answer, several=False)
-            return said is not None and _word(said, shortest=1) == word
+            return any(_word(part, shortest=1) == word for part in said)
         if units_differ(text, answer_part(answer)):
             return False
+        # math-verify finds nothing in some right answers, such as the word DNE, unless they are
+        # marked as mathematics.
+        if any(_letters(part) == _letters(text) for part in said[:1]):
+            return True
         forms = self._forms(gold, text)
         return any(_is_right(answer, form, in_percent="%" in text) for form in forms)
 
@@ -116,6 +128,7 @@ def _text(gold: Any) -> str:
 
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit|operatorname|mbox)\s*\{([^{}]*)\}")
 _LETTERS = re.compile(r"[^\W\d_]+(?:[ '\u2019-]+[^\W\d_]+)*")
+_SHORT_WORDS = frozenset(("yes", "no", "odd"))
 _FUNCTIONS = frozenset(
     (
         "sin",
@@ -141,21 +154,30 @@ _FUNCTIONS = frozenset(
 def _word(text: str, shortest: int = 4) -> str | None:
     """A text that is words and no mathematics, without its LaTeX and capitals; None for others.
 
-    What is not marked as text, as by `\\text{...}`, has so many letters at least: `xy` is a
-    product.
+    What is not marked as text, as by `\\text{...}`, has so many letters at least, or is one of a
+    few short words: `xy` is a product.
     """
     bare = text.replace("$", "").strip()
     said, marked = _WRAPPED.subn(r"\1", bare)
     said = said.strip("().* ")
-    if not _LETTERS.fullmatch(said) or (not marked and len(said) < shortest):
+    if not _LETTERS.fullmatch(said):
+        return None
+    if not marked and len(said) < shortest and said.casefold() not in _SHORT_WORDS:
         return None
     words = said.casefold().replace("\u2019", "'").split()
     return None if _FUNCTIONS.intersection(words) else " ".join(words)
 
 
+def _letters(text: str) -> str:
+    """A text without what surrounds and spaces out its letters and signs."""
+    bare = _WRAPPED.sub(r"\1", plain(text).replace("$", ""))
+    return "".join(bare.strip(" \t\n*`").removesuffix(".").split())
+
+
 def _in_dollars(text: str) -> str:
     if "boxed" in text:
         return final_answer(text, several=True) or ""
+    text = two_sided(text)
     return text if "$" in text else in_dollars(text)
 
 

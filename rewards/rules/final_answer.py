@@ -19,12 +19,20 @@ _IN_PERCENT = re.compile(r"\s*\\?%\Z")
 _ALTERNATIVE = re.compile(
     r"(?<=[\d})])\s*(?:\\mid\b|\\vert\b|\\\||\||\\\\|\\newline\b|[?@#`])\s*(?=[-+\d\\])"
 )
+# ... and the number of a relation without a left side: "at most 2" would be 2.
+_ONE_SIDED = re.compile(
+    r"(\A|(?<!\\)\$|\\[(\[])(?=\s*(?:[<>]|\\(?:leq?|geq?|ne|neq|lt|gt|leqslant|geqslant)\b))"
+)
+_DELIMITED = re.compile(r"(?<!\\)\$\$?([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _DELIMITERS = re.compile(r"(?<!\\)\$|\\\(|\\\[")
 _LONE_DOLLAR = re.compile(r"(?<!\\)\$")
 _WORDS_AFTER = 40
 _DECORATION = " \t\n*`"
 # No run of letters other than commands of LaTeX.
-_BARE = re.compile(r"(?:[^A-Za-z\\]|\\[A-Za-z]+|\\[^A-Za-z]|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))+")
+_BARE = re.compile(
+    r"(?:[^A-Za-z\\]|\\(?:begin|end)\{[A-Za-z]{1,20}\*?\}|\\[A-Za-z]+|\\[^A-Za-z]"
+    r"|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))+"
+)
 _PIECE = (
     r"(?:\d[\d.,]*|\\(?:frac|sqrt|pi|infty|pm|cdot|times|div)|[-+*/^=(){}]"
     r"|(?<=[\d{)}^])[A-Za-z](?![A-Za-z]))"
@@ -78,8 +86,26 @@ def answer_part(message: str) -> str:
     )
 
 
+def last_formula(message: str) -> str | None:
+    """What stands between the last pair of LaTeX's delimiters; None without any."""
+    found = None
+    for found in _DELIMITED.finditer(message):  # noqa: B007  the last one
+        pass
+    return None if found is None else next(filter(None, found.groups()))
+
+
+def two_sided(formula: str) -> str:
+    """The formula with an x before a relation that has no left side: math-verify reads 2 in
+    `\\le 2`.
+    """
+    return _ONE_SIDED.sub(r"\1x ", formula)
+
+
 def _without_dropping(text: str) -> str:
-    """The text with a comma where math-verify would read one side only."""
+    """The text with what math-verify needs to read both sides of a relation, and a comma where it
+    would read one of two alternatives.
+    """
+    text = two_sided(text)
     return text if "\\begin" in text else _ALTERNATIVE.sub(",", text)
 
 

@@ -55,7 +55,20 @@ _RAISED_RUN = re.compile(f"[{''.join(_RAISED)}]+")
 _LOWERED_RUN = re.compile(f"[{''.join(_LOWERED)}]+")
 _OTHER_DIGIT = re.compile(r"[^\W\x00-\x7f]")
 _VULGAR = re.compile(r"(?:(?<![\w.])(\d{1,9})[ \u202f]?)?([¼½¾⅐-⅞])")
-_ROOT = re.compile(r"√[ ]?(?:\(([^()]{1,60})\)|(\d+(?:\.\d+)?|[A-Za-z]|\\pi))")
+_ROOT = re.compile(
+    r"(?:√|(?<![A-Za-z\\])sqrt)[ ]?(?:\(([^()]{1,60})\)|(\d+(?:\.\d+)?|[A-Za-z](?![a-z])|\\pi))"
+)
+# As programs write them. A number in bold, `**2**`, is no power.
+_PYTHON_POWER = re.compile(
+    r"(?<=[\dA-Za-z)}\]])(?<![A-Za-z]{2})[ ]?\*\*[ ]?(?=[-\dA-Za-z(])(?!\S{0,60}\*\*)"
+)
+_NAMED_PI = re.compile(r"(?:(?<=[\d)}\]*/^+=(-])|(?<=[\d)*/+=-] )|\A)pi(?![A-Za-z])")
+_NEGATIVE_POWER = re.compile(r"\^[ ]?(-\d{1,60})(?!\d|\.\d)")
+# "5 minus 2" has an operand before it.
+_NAMED_MINUS = re.compile(
+    r"(?<![\d)}\]$%] )(?<!\b[A-Za-z] )\b(?i:minus|negative) "
+    r"(?=\\?\$?(?:\.?\d|\\(?:[dt]?frac|sqrt|pi)\b))"
+)
 
 # Every repetition is bounded, so that no text makes these slow.
 _GROUPED = re.compile(
@@ -143,6 +156,9 @@ def _ascii(text: str) -> str:
     )
     text = _VULGAR.sub(_vulgar, text)
     text = _OTHER_DIGIT.sub(lambda found: str(unicodedata.decimal(found[0], found[0])), text)
+    text = _NAMED_MINUS.sub("-", _NAMED_PI.sub(r"\\pi ", _PYTHON_POWER.sub("^", text)))
+    # math-verify reads 2 in 2^-1
+    text = _NEGATIVE_POWER.sub(r"^{\1}", text)
     text = _WRAPPED_E.sub(r"\1\2\3\4\5", text).replace(r"\bmod", r"\mod")
     return _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
 

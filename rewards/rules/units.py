@@ -128,8 +128,8 @@ def unit_of(text: str) -> Unit:
     """The unit after the last number of a text, or before it as in $5; empty if there is none that
     is known.
     """
-    text = _SPACE.sub(" ", _WRAPPER.sub(r" \1 ", text)).replace("\\cdot", "*").replace("\\pi", " ")
-    text = _DEGREE.sub("°", plain(text))
+    text = _SPACE.sub(" ", _WRAPPER.sub(r" \1 ", text)).replace("\\cdot", "*")
+    text = _DEGREE.sub("°", plain(text).replace("\\pi", " "))
     text = re.sub(r"\\(?=[$%])", "", text).replace("\\", " ")
     found = None
     for found in _NUMBER.finditer(text):  # noqa: B007  the last one

@@ -351,6 +351,51 @@ TABLE = [
         [r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}"],
         [r"\boxed{\begin{pmatrix}2\\1\end{pmatrix}}"],
     ),
+    (
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        [r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}"],
+        [r"\begin{pmatrix}1&2\\4&3\end{pmatrix}", "1, 2, 3, 4"],
+    ),
+    # Right answers in which math-verify finds nothing where they stand alone, or in one notation
+    (
+        "No",
+        ["No", "no.", r"\boxed{No}", r"The answer is $\text{No}$."],
+        ["Yes", r"\boxed{N}", "Now"],
+    ),
+    ("DNE", ["DNE", r"\boxed{\text{DNE}}"], ["ENE", "5"]),
+    ("East", [r"\(\text{East}\)", r"It is $\text{East}$."], [r"East or $\text{West}$"]),
+    (r"\overline{AB}", [r"\overline{AB}"], [r"\overline{AC}"]),
+    # Notations of which math-verify reads the 2 alone
+    (
+        2,
+        ["**2**", "4**(1/2)", "4^(1/2)", "sqrt(4)", "It is 2.", "-(-2)", "x=2"],
+        [
+            "2**3",
+            r"\boxed{2**3}",
+            "2**-1",
+            "2^-1",
+            "It is 2^-1.",
+            r"\boxed{2^-1}",
+            "2pi",
+            "2*pi",
+            "It is 2 * pi.",
+            "sqrt(2)",
+            "sqrt 2",
+            "minus 2",
+            "It is negative 2.",
+            "≤2",
+            r"\boxed{\ge 2}",
+            r"$\neq 2$",
+            r"\boxed{>2}",
+            r"\(\lt 2\)",
+        ],
+    ),
+    (-2, ["minus 2", "It is negative 2.", r"negative \frac{4}{2}"], ["2", "5 minus 2"]),
+    (8, ["2**3", r"\boxed{2 ** 3}"], ["2", "3"]),
+    (r"2\pi", ["2pi", "2*pi", "2 * pi"], ["2", "pi"]),
+    (r"\frac{1}{\sqrt{2}}", ["1/sqrt(2)", "2**(-1/2)", "sqrt(2)/2"], ["sqrt(2)"]),
+    ("0.5", ["2^-1", "2**-1", r"\boxed{2^{-1}}"], ["2"]),
+    (r"x \le 2", [r"\boxed{\le 2}", "x≤2"], [r"\boxed{\ge 2}", "2"]),
     (r"\infty", [r"\boxed{\infty}", "∞"], [r"\boxed{-\infty}", "5"]),
     (r"\emptyset", [r"\boxed{\emptyset}"], []),
     ("x<3", [r"\boxed{x<3}", r"\boxed{3 > x}"], [r"\boxed{x<4}", r"\boxed{x\le 3}"]),
@@ -514,6 +559,13 @@ def test_a_right_answer_that_is_no_mathematics_is_an_error(gold, why):
         ("10 200 300 words", "10 200 300 words"),
         (r"0.1\overline{6}", r"\frac{15}{90}"),
         ("x²", "x^2"),
+        ("2**3", "2^3"),
+        ("**2**", "**2**"),
+        ("2^-1", "2^{-1}"),
+        ("sqrt(2)", r"\sqrt{2}"),
+        ("2*pi", r"2*\pi"),
+        ("minus 2", "-2"),
+        ("5 minus 2", "5 minus 2"),
         ("1e999999", "1e999999"),
     ],
 )
@@ -547,7 +599,7 @@ def test_a_unit_is_known_by_each_of_its_names(text, unit):
 
 FRAGMENTS = r"""
 \boxed{ \boxed { } \frac{1}{2} \overline{3} \mathrm{e} \text{ cm} \% % $ \$ € ^ ^{ ² _ | \mid \\ ~
-? . , e-3 .0
+? . , e-3 .0 ** pi sqrt( minus negative \le \( \) \begin{
 7 12 0.5 1/3 9007199254740993 m km/h per square dollars and ½ ٣ × 10⁻² −5
 """
 
