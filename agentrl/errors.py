@@ -316,6 +316,17 @@ def as_exception(error: BaseException) -> Exception:
     return RuntimeError(describe(error))
 
 
+def text_of(error: BaseException) -> str:
+    """The text of an error, which can be stored and printed whatever the user's code raises: an
+    error may have none (`__str__` raises), and names of files half of a surrogate pair in theirs.
+    """
+    try:
+        text = str(error)
+    except Exception as failure:
+        return f"its text cannot be read ({type(failure).__name__})"
+    return text.encode(errors="backslashreplace").decode()
+
+
 def describe(error: BaseException) -> str:
     """`KeyError: 'x' (game.py:31 in move)`: the error and the innermost frame of the user's own
     code that it came from.
@@ -329,7 +340,7 @@ def describe(error: BaseException) -> str:
         return (
             f"{first}, and {others} other{'s' if others > 1 else ''} at once" if others else first
         )
-    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    said = f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
     frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
     if not frames:
         return said

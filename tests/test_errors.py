@@ -34,3 +34,12 @@ def test_a_group_is_told_by_its_first_error():
         == "KeyError: 'x', and 1 other at once"
     )
     assert describe(inner) == "ValueError: y"
+
+
+def test_every_error_has_a_text_that_can_be_stored():
+    class UntoldError(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    assert describe(UntoldError()) == "UntoldError: its text cannot be read (RuntimeError)"
+    assert describe(ValueError("half \ud800")) == r"ValueError: half \ud800"

@@ -10,10 +10,11 @@ import os
 import random
 import sys
 from multiprocessing.connection import Connection
+from numbers import Real
 from typing import Any
 
 from agentrl import plugins
-from agentrl.errors import ConfigError, OutageError, describe
+from agentrl.errors import ConfigError, OutageError, describe, text_of
 from agentrl.flow import note_played
 from agentrl.hosting.calls import recorded
 from agentrl.hosting.observations import as_result
@@ -77,7 +78,7 @@ class _Hosted:
             return json.dumps(answer, default=_plain).encode()
         except (Exception, asyncio.CancelledError) as error:
             kind = _kind_of(error)
-            text = str(error) if kind else describe(error)
+            text = text_of(error) if kind else describe(error)
             return json.dumps({"error": text, "kind": kind}).encode()
         except SystemExit as leaving:
             print(describe(leaving), file=sys.stderr)  # the driver quotes it beside the exit status
@@ -133,9 +134,11 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert what JSON cannot represent: scalars and arrays of NumPy."""
+    """Convert what JSON cannot represent: scalars and arrays of NumPy, and fractions."""
     if hasattr(value, "tolist"):
         return value.tolist()
+    if isinstance(value, Real):
+        return float(value)
     raise TypeError(
         f"{value!r:.80} ({type(value).__name__}) cannot leave its process: answer with text,"
         " numbers, lists and dicts"

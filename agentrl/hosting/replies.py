@@ -18,6 +18,9 @@ from agentrl.errors import EnvError
 from agentrl.hosting.observations import as_result, images_taken
 from agentrl.protocols.env import ResetResult, StepResult
 
+_MOST_BITS = 14_000
+"""Bits of an integer that Python writes in decimal digits (`sys.get_int_max_str_digits`)."""
+
 
 def checked_reset(name: str, reply: Any) -> ResetResult:
     """The reply of `reset`, with the info in types that JSON has; `name` is the environment's.
@@ -49,14 +52,15 @@ def checked_step(name: str, reply: Any) -> StepResult:
             f"{name}.step must return (observation: str, reward: float, terminated: bool,"
             f" truncated: bool, info: dict), got {reply!r:.200}"
         )
-    observation, reward, terminated, truncated, info = reply
+    observation, info = reply[0], reply[4]
+    reward, terminated, truncated = map(_scalar, reply[1:4])
     step = f"{name}.step"
     if not (isinstance(reward, Real) and math.isfinite(reward)):
         raise EnvError(
             f"{step} returned the reward {reward!r:.80}; return a finite number: `float(...)`"
         )
     for flag, value in (("terminated", terminated), ("truncated", truncated)):
-        if not isinstance(value, bool | np.bool_):
+        if not isinstance(value, bool):
             raise EnvError(
                 f"{step} returned {flag}={value!r:.80} ({type(value).__name__}); return a bool:"
                 " `bool(...)`"
@@ -64,8 +68,8 @@ def checked_step(name: str, reply: Any) -> StepResult:
     return (
         _text(step, observation),
         float(reward),
-        bool(terminated),
-        bool(truncated),
+        terminated,
+        truncated,
         _info(step, info),
     )
 
@@ -113,7 +117,19 @@ def _text(where: str, observation: Any) -> str:
             )
         raise EnvError(f"{where} gave {observation!r:.80} for a text; write a str")
     _check_encodes(f"{where} gave a text", observation)
-    return observation
+    return _bare(observation)
+
+
+def _scalar(value: Any) -> Any:
+    """A scalar of NumPy or torch as Python's; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _bare(text: str) -> str:
+    """A text without its subclass. A template would write a member of a `StrEnum` by its name, and
+    JSON, which leaves a process, by its value.
+    """
+    return str.__str__(text)
 
 
 def _holds_image(observation: Any) -> bool:
@@ -160,11 +176,16 @@ def _plain(where: str, value: Any, path: str) -> Any:
     """A value of the info in types that JSON has; scalars and arrays of NumPy and torch become
     numbers and lists.
     """
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise EnvError(
+            f"{where} returned {path}, an integer of {value.bit_length():,} bits, which is too"
+            " long for JSON's writers; write it as text (hex(...))"
+        )
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
         _check_encodes(f"{where} returned {path}", value)
-        return value
+        return _bare(value)
     if isinstance(value, Mapping):
         return {
             _key(where, key, path): _plain(where, one, f"{path}[{key!r}]")
@@ -174,6 +195,8 @@ def _plain(where: str, value: Any, path: str) -> Any:
         return [_plain(where, one, f"{path}[{number}]") for number, one in enumerate(value)]
     if hasattr(value, "tolist"):
         return _plain(where, value.tolist(), path)
+    if isinstance(value, Real):  # a fraction
+        return float(value)
     raise EnvError(
         f"{where} returned {path} = {value!r:.80} ({type(value).__name__}), which JSON does not"
         " have; write text, numbers, lists and dicts"
@@ -190,4 +213,4 @@ def _key(where: str, key: Any, path: str) -> str:
             " texts"
         )
     _check_encodes(f"{where} returned {path} with a key", key)
-    return key
+    return _bare(key)

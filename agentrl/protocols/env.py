@@ -157,8 +157,11 @@ def tools_of(env: object) -> Any:
 
 
 def system_prompt_of(env: object) -> Any:
-    """The system message of an environment, as it states it (`system_prompt`)."""
-    return _stated(env, "system_prompt", "")
+    """The system message of an environment, as it states it (`system_prompt`): a text is one
+    without a subclass, as `str(...)` of a member of an enum would give its name.
+    """
+    prompt: Any = _stated(env, "system_prompt", "")
+    return str.__str__(prompt) if isinstance(prompt, str) else prompt
 
 
 def reward_range_of(env: object) -> Any:

@@ -7,6 +7,8 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from enum import StrEnum
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -30,6 +32,24 @@ from tests.properties import examples
 from tests.remote.served import served
 
 HALF = "half \ud800 of a pair"
+
+
+class Untold(Exception):  # noqa: N818
+    """An error that has no text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def fails_untold() -> Any:
+    """Raise an error without a text."""
+    raise Untold
+
+
+class Word(StrEnum):
+    """Texts of a class of their own."""
+
+    RED = "red"
 
 
 class Unreadable(Mapping[str, Any]):
@@ -76,8 +96,23 @@ STEPS: Mapping[str, Callable[[], Any]] = {
     "a pair for a key": lambda: ("x", 0.0, False, False, {"deep": {(1, 2): 3}}),
     "an info that raises": lambda: ("x", 0.0, False, False, Unreadable()),
     "an info in itself": lambda: ("x", 0.0, False, False, endless()),
+    "an integer beyond JSON": lambda: ("x", 0.0, False, False, {"deep": [10**5000]}),
+    "an error without a text": fails_untold,
     "a value without a name": lambda: ("x", 0.0, False, False, {"it": Nameless()}),
 }
+ALIKE: Mapping[str, Callable[[], Any]] = {
+    "texts of an enum": lambda: (Word.RED, 1.0, True, False, {Word.RED: [Word.RED]}),
+    "scalars of NumPy": lambda: (
+        "red",
+        np.True_,
+        np.bool_(True),
+        np.array(False),
+        {"red": ["red"]},
+    ),
+    "an array without axes": lambda: ("red", np.array(1.0), True, False, {"red": ["red"]}),
+    "a fraction": lambda: ("red", Fraction(1), True, False, {"red": ["red"]}),
+}
+"""Ways to write one reply."""
 RESETS: Mapping[str, Callable[[], Any]] = {
     "reset: no tuple": lambda: None,
     "reset: no info": lambda: ("x", None),
@@ -100,7 +135,7 @@ class Odd:
         )
 
     def step(self, action: str) -> Any:
-        reply = STEPS.get(action)
+        reply = {**STEPS, **ALIKE}.get(action)
         return (
             reply()
             if reply
@@ -169,6 +204,39 @@ def play_after(
         assert info["a"] == [0, 1]
         await envs.release("odd", live)
         await envs.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_reply_is_the_same_over_every_transport_and_of_plain_types(
+    factory: Callable[[], Env], name: str
+) -> None:
+    async def main() -> None:
+        envs = EnvPool({"odd": factory}, EnvDeadlines())
+        live = envs.acquire("odd")
+        await live.reset(1, {})
+        observation, *rest, info = await live.step(name)
+        info = {key: value for key, value in info.items() if key == "red"}
+        assert (observation, *rest, info) == ("red", 1.0, True, False, {"red": ["red"]})
+        texts = [observation, *info, *info["red"]]
+        assert [type(value) for value in (*texts, *rest)] == [str, str, str, float, bool, bool]
+        await envs.release("odd", live)
+        await envs.close()
+
+    asyncio.run(main())
+
+
+def test_a_prompt_of_an_enum_is_its_text() -> None:
+    class Prompted(Odd):
+        system_prompt = Word.RED
+
+    async def main() -> None:
+        live = LiveEnv(Prompted(), EnvDeadlines())
+        await live.reset(1, {})
+        assert f"{live.system_prompt}" == "red"
+        assert type(live.system_prompt) is str
+        await live.close()
 
     asyncio.run(main())
 
