@@ -30,7 +30,7 @@ from agentrl.cli.console import SafeConsole
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.files.caches import prepare_caches
 from agentrl.files.disk_errors import storage_problem
-from agentrl.files.output import open_standard_streams
+from agentrl.files.output import open_standard_streams, print_every_character
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.callback()(settings.show_version)
@@ -82,6 +82,7 @@ def main() -> None:
     """Run the command line; turn an error into one message and an exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     open_standard_streams()
+    print_every_character()
     errors = SafeConsole(stderr=True)
     # As `python -m` does, so that `module:Name` finds a plug-in in the current folder.
     sys.path.insert(0, "")

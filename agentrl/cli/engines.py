@@ -1,5 +1,6 @@
 """`agentrl engines`: the engines of a live run."""
 
+import shlex
 import time
 from pathlib import Path
 from threading import Event
@@ -78,7 +79,8 @@ def _change(run: Path, request: EngineRequest) -> None:
         if asked.withdraw():
             console.print("\nwithdrawn: the run has not begun with it")
         else:
-            console.print(f"\nthe run goes on with it; `agentrl engines list {folder}` shows it")
+            command = f"agentrl engines list {shlex.quote(str(folder))}"
+            console.print(f"\nthe run goes on with it; `{escape(command)}` shows it")
         raise typer.Exit(130) from None
     console.print(escape(answer.text), highlight=False, soft_wrap=True)
     if not answer.done:

@@ -1,6 +1,7 @@
 """Commands about environments: `envs`, `check-env`, `check-tasks`, `new-env`, `play`."""
 
 import asyncio
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,7 +81,7 @@ def check_environment(
             soft_wrap=True,
         )
         raise typer.Exit(1) from error
-    console.print(f"[green]{name} keeps the contract[/green]")
+    console.print(f"[green]{escape(name)} keeps the contract[/green]")
     for remark in remarks:
         console.print(escape(remark), highlight=False, soft_wrap=True)
 
@@ -153,9 +154,10 @@ def new_env(
     folder = write_env_package(name, parent, tools=tools)
     module = folder.name
     address = f"{module}:{class_name(module)}"
+    shown, quoted = escape(str(folder)), escape(shlex.quote(str(folder)))
     console.print(
-        f"wrote {folder}: an environment with a player, its test and its entry point, and a config"
-        f" that trains a tiny model. Now:\n\n  cd {folder}\n  agentrl check-env {address}\n "
+        f"wrote {shown}: an environment with a player, its test and its entry point, and a config"
+        f" that trains a tiny model. Now:\n\n  cd {quoted}\n  agentrl check-env {address}\n "
         f" agentrl play {address}\n  agentrl play {address} --player {module}:player\n  agentrl"
         f" train {module}.yaml\n\nAfter `pip install -e .` there, its name is {module!r}"
         " everywhere.",

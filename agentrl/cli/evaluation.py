@@ -63,7 +63,7 @@ def evaluate(  # noqa: PLR0917  typer calls it by name
         _print_evaluation(name, evaluation, show)
         if report is not None:
             path = report_of(steps, evaluation, loaded.config).write(report)
-            console.print(f"saved in {path}", highlight=False, soft_wrap=True)
+            console.print(f"saved in {escape(str(path))}", highlight=False, soft_wrap=True)
     if report is None:
         console.print(
             "not saved: --report FOLDER saves what `agentrl compare` reads",
@@ -155,7 +155,7 @@ def rescore_run(
         )
     if into is not None:
         write_scores(into, rescored)
-        console.print(f"wrote {into}", highlight=False, soft_wrap=True)
+        console.print(f"wrote {escape(str(into))}", highlight=False, soft_wrap=True)
 
 
 def _told(found: "Changes") -> Iterator[str]:

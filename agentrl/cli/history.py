@@ -68,4 +68,6 @@ def show_lineage(
             if one.lineage
             else "the first model"
         )
-        console.print(f"{one.sha256[:12]}  {one.folder}  {how}", highlight=False, soft_wrap=True)
+        console.print(
+            f"{one.sha256[:12]}  {escape(str(one.folder))}  {how}", highlight=False, soft_wrap=True
+        )

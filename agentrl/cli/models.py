@@ -47,7 +47,11 @@ def export_model(
         write_card(checkpoint, folder, place.resolve().name, is_best=step == "best")
 
     export(checkpoint, place, describe)
-    console.print(f"wrote {into}: the model of {checkpoint}", highlight=False, soft_wrap=True)
+    console.print(
+        f"wrote {escape(str(into))}: the model of {escape(str(checkpoint))}",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def push_to_hub(
@@ -70,7 +74,7 @@ def push_to_hub(
     from agentrl.models.hub import push
 
     commit = push(folder.expanduser(), repository, public=public, revision=revision)
-    console.print(f"{folder} is on the hub: {commit}", highlight=False, soft_wrap=True)
+    console.print(f"{escape(str(folder))} is on the hub: {commit}", highlight=False, soft_wrap=True)
 
 
 def check_model(
@@ -122,4 +126,4 @@ def model_init(
         raise ConfigError(f"{folder} holds a model already")
     texts = [path.read_text() for path in corpus] if corpus else None
     create_tiny_model(folder, corpus=texts, size=SIZES[size], seed=seed)
-    console.print(f"wrote {folder}", highlight=False)
+    console.print(f"wrote {escape(str(folder))}", highlight=False)

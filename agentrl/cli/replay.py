@@ -5,6 +5,7 @@ one of its turns in another way.
 import asyncio
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -127,10 +128,10 @@ def list_episodes(folder: Path, console: Console) -> None:
         )
         table.add_row(*("" if cell is None else escape(str(cell)) for cell in cells))
     console.print(table)
-    newest = found["rows"][0]["id"]
+    newest, quoted = found["rows"][0]["id"], escape(shlex.quote(str(folder)))
     console.print(
-        f"\nthe newest of {found['total']:,} episodes in batches; `agentrl replay {folder}"
-        f" {newest}` plays one again, `agentrl view {folder}` shows all",
+        f"\nthe newest of {found['total']:,} episodes in batches; `agentrl replay {quoted}"
+        f" {newest}` plays one again, `agentrl view {quoted}` shows all",
         highlight=False,
         soft_wrap=True,
     )

@@ -79,14 +79,19 @@ OWN = {
 _OWN_PREFIXES = ("config.", "ledger.sqlite", "lock.", "events.out.tfevents", UNFINISHED)
 
 
-def output(path: Path, within: str | None = None) -> Path:
+def output(path: Path, within: str | None = None, *, file: bool = False) -> Path:
     """The path of what a command writes, with `~` replaced. `within`: a folder of a run that it may
-    write folders into.
+    write folders into. `file`: it writes a file.
 
     Raises:
-        ConfigError: it is a file or a folder of a run's own, or lies in one.
+        ConfigError: it is a file or a folder of a run's own, or lies in one; or it is a folder, and
+            the command writes a file.
     """
     path = path.expanduser()
+    if file and path.is_dir():
+        raise ConfigError(
+            f"{path} is a folder, and this writes a file: name one, such as {path / 'FILE'}"
+        )
     real = path.resolve()
     run = next(
         (folder for folder in (real, *real.parents) if (folder / "config.yaml").is_file()), None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from agentrl.cli.arguments import EnvPython, EnvRequires, Overrides, Step, env_options
 from agentrl.cli.console import console
@@ -124,7 +125,9 @@ def serve(  # noqa: PLR0917  typer calls it by name
             call_seconds=call_seconds,
             drain_seconds=drain_seconds,
         ),
-        on_start=lambda url: console.print(f"{name} at {url}", highlight=False, soft_wrap=True),
+        on_start=lambda url: console.print(
+            f"{escape(name)} at {url}", highlight=False, soft_wrap=True
+        ),
         protocols=(add_openenv,),
         options=ClientOptions.Config(
             fixed=env_options(options),

@@ -21,7 +21,7 @@ from agentrl.models.tiny import SIZES
 from agentrl.protocols import TaskSource, count_tasks
 from agentrl.rollout.next_task import next_task
 from agentrl.runs.task_sources import fingerprints, task_source
-from agentrl.settings.yaml_values import in_yaml, to_yaml
+from agentrl.settings.yaml_values import check_encodes, in_yaml, to_yaml
 from agentrl.tasks.dataset import DatasetTasks
 from agentrl.trajectory import Failed, Score, Scored, Task
 
@@ -99,6 +99,7 @@ def _config(source: str, overrides: Sequence[str]) -> RunConfig:
     """The config that a YAML file has, or one for questions in these data."""
     if Path(source).suffix.lower() in (".yaml", ".yml"):
         return load_config(Path(source), overrides).config
+    check_encodes(source, repr(source))
     values = {
         "env": "qa",
         "tasks": {"name": "dataset", "data": source, "held_out": 0.0},

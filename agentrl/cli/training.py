@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 from contextlib import suppress
 from datetime import datetime
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from agentrl.cli.arguments import Overrides
 from agentrl.cli.console import console
@@ -116,7 +118,7 @@ def _run(
     except KeyboardInterrupt:
         # A second Ctrl-C ends what is left at once, without a traceback: all is written.
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-        console.print(f"\nstopped; {_resume_hint(folder)}", soft_wrap=True)
+        console.print(f"\nstopped; {escape(_resume_hint(folder))}", soft_wrap=True)
         raise typer.Exit(128 + stopping.by) from None
     except AgentRLError:
         raise
@@ -152,6 +154,7 @@ def _interval(interval: list[float | None] | None) -> str:
 
 
 def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
+    shown, quoted = escape(str(folder)), escape(shlex.quote(str(folder)))
     if (
         summary["success_before_interval"] is not None
         or summary["success_after_interval"] is not None
@@ -162,12 +165,11 @@ def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
         f" {summary['max_staleness']}); {summary['tasks']['trained']} of"
         f" {summary['tasks']['total']} tasks trained, {summary['tasks']['masked']} in batches"
         f" without a loss, {summary['tasks']['failed']} failed\n\nWhere to look next, in"
-        f" {folder}:\n  reward_curve.png   the curve\n  summary.json       this, and the fates of"
+        f" {shown}:\n  reward_curve.png   the curve\n  summary.json       this, and the fates of"
         " all episodes\n  metrics.jsonl      every step;  tensorboard --logdir "
-        + str(folder)
-        + "\n"
+        f"{quoted}\n"
         "  trajectories/      every episode, as text and as tokens (Parquet)\n"
-        f"  checkpoints/       the trained model;  agentrl eval {folder}",
+        f"  checkpoints/       the trained model;  agentrl eval {quoted}",
         highlight=False,
         soft_wrap=True,
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.markup import escape
 
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import output, run_config
@@ -38,7 +39,9 @@ def view(
         for place in places:
             if not place.is_dir():
                 console.print(
-                    f"there is no folder {str(place)!r} yet", highlight=False, soft_wrap=True
+                    f"there is no folder {escape(repr(str(place)))} yet",
+                    highlight=False,
+                    soft_wrap=True,
                 )
         if not find_runs(place for place in places if place.is_dir()):
             console.print(
@@ -80,7 +83,7 @@ def show_profile(
     from agentrl.viewer.profile import profile
 
     folder, chosen = run_config(run).parent, _range_of(steps)
-    trace = output(trace) if trace is not None else None
+    trace = output(trace, file=True) if trace is not None else None
     if live is not None:
         if steps is not None or trace is not None:
             raise ConfigError(
@@ -108,9 +111,9 @@ def report(
     from agentrl.viewer.report import write_report
 
     folder = run_config(run).parent
-    path = output(into or Path(f"{folder.resolve().name}.html"))
+    path = output(into or Path(f"{folder.resolve().name}.html"), file=True)
     write_report(folder, path)
-    console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    console.print(f"wrote {escape(str(path))}", highlight=False, soft_wrap=True)
 
 
 def export_run_episodes(
@@ -141,7 +144,9 @@ def export_run_episodes(
     from agentrl.viewer.episode_export import export_episodes
 
     count = export_episodes(run_config(run).parent, output(into), step, layout)
-    console.print(f"wrote {count:,} episodes to {into}", highlight=False, soft_wrap=True)
+    console.print(
+        f"wrote {count:,} episodes to {escape(str(into))}", highlight=False, soft_wrap=True
+    )
 
 
 def _range_of(steps: str | None) -> tuple[int, int] | None:

@@ -4,6 +4,7 @@
 """
 
 import difflib
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -210,8 +211,9 @@ def _read_file(path: Path, source: Source) -> None:
     except IsADirectoryError:
         if (path / "config.yaml").is_file():
             raise ConfigError(
-                f"{path} is the folder of a run. `agentrl train --resume {path}` goes on with it; "
-                f"{path / 'config.yaml'} is its config, for another run"
+                f"{path} is the folder of a run. `agentrl train --resume"
+                f" {shlex.quote(str(path))}` goes on with it; {path / 'config.yaml'} is its"
+                " config, for another run"
             ) from None
         raise ConfigError(f"{path} is a folder, not a config file.{_configs_in(path)}") from None
     except OSError as error:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ class LossyStream:
         """Write the text, or drop it."""
         try:
             return self._stream.write(text)
+        except UnicodeEncodeError as error:  # the stream has fewer characters than UTF-8
+            known = text.encode(error.encoding, "backslashreplace").decode(error.encoding)
+            return self.write(known)
         except (OSError, ValueError) as error:  # ValueError: it is closed
             self._fails(error)
             return len(text)
@@ -83,6 +87,15 @@ def open_standard_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
+
+
+def print_every_character() -> None:
+    """Let the standard streams write what their encoding has not (Latin 1, say, or half of a
+    surrogate pair in a file's name) by its code, where Python would raise.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def make_output_lossy() -> None:

@@ -6,11 +6,14 @@ beside `eval/NAME/success`.
 
 import math
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
+
+from rich.markup import escape
 
 from agentrl.observe.intervals import mean_over_tasks, passes, share_over_tasks
 from agentrl.observe.metrics import (
@@ -117,9 +120,10 @@ class Evaluation:
         held_out = self.name == HELD_OUT
         what = "held-out success" if held_out else f"success on {self.name}"
         if not self.scored:
+            named = escape(shlex.quote(str(run)))
             return (
                 f"{what} after {step} steps: [bold]unknown[/bold], as all {values['failed']:.0f}"
-                f" episodes failed; `agentrl eval {run} --suite {self.name}` shows why"
+                f" episodes failed; `agentrl eval {named} --suite {self.name}` shows why"
             )
         if math.isnan(values["success"]):
             return (

@@ -1,6 +1,7 @@
 """Preflight: checks of a run before anything starts, each with one sentence about what is wrong."""
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -54,8 +55,8 @@ def check_folder(folder: Path, *, resumed: bool) -> None:
     started = (folder / "config.yaml").exists()
     if started and not resumed:
         raise ConfigError(
-            f"{folder} holds a run already: resume it with `agentrl train --resume "
-            f"{folder}`, or write run_dir=ANOTHER for a new one"
+            f"{folder} holds a run already: resume it with `agentrl train --resume"
+            f" {shlex.quote(str(folder))}`, or write run_dir=ANOTHER for a new one"
         )
     if resumed and not started:
         raise ConfigError(f"{folder} holds no run to resume (no config.yaml in it)")
@@ -298,7 +299,8 @@ def was_begun(loaded: LoadedConfig, *, change: bool = False) -> bool:
         differing = "\n".join(f"  {change}" for change in changes)
         raise ConfigError(
             f"{folder} holds a run of another config:\n{differing}\nWrite run_dir=ANOTHER for a "
-            f"new run, or resume that one with `agentrl train --resume {folder}`; add the "
+            f"new run, or resume that one with `agentrl train --resume"
+            f" {shlex.quote(str(folder))}`; add the "
             "settings to change, if any, to this command"
         )
     return True

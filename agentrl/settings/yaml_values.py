@@ -76,6 +76,8 @@ def read_yaml(text: str | bytes, where: str) -> yaml.Node | None:
         ConfigError: it is no YAML, or holds what is no value of settings. Begins with `where` and
             the line, unless `where` is empty.
     """
+    if isinstance(text, str) and not text.isascii():
+        check_encodes(text, where)
     try:
         root = yaml.compose(text, Loader=_Reader)
     except yaml.reader.ReaderError as error:
@@ -134,6 +136,21 @@ def in_yaml(value: Any) -> str:
         width=math.inf,
     )
     return text.removesuffix("...\n").rstrip("\n")
+
+
+def check_encodes(text: str, where: str) -> None:
+    """Check that a text can be a value of settings.
+
+    Raises:
+        ConfigError: it is not text in UTF-8. Begins with `where`.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{where} has {text[error.start]!r}, a byte that is no UTF-8 or half of a surrogate"
+            " pair: rename the file, or write the text in UTF-8".strip()
+        ) from error
 
 
 def _scalar(kind: str, text: str) -> Any:

@@ -1,6 +1,8 @@
 """The command line, as a user meets it."""
 
+import re
 import runpy
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -304,3 +306,54 @@ def test_the_demo_leaves_out_groups_without_an_advantage_unless_told_otherwise(
         (1, 0.999),
         (12, 1.0),
     ]
+
+
+@pytest.mark.parametrize("name", ["with space", "[lr=0.1]", "[/b]", "it's"])
+def test_the_commands_that_a_run_proposes_name_its_folder_whatever_that_is_called(
+    monkeypatch, capsys, tmp_path, name
+):
+    summary = {
+        "success_before_interval": None,
+        "success_after_interval": None,
+        "largest_staleness": 0,
+        "max_staleness": 0,
+        "tasks": {"trained": 1, "total": 1, "masked": 0, "failed": 0},
+    }
+    training._print_summary(tmp_path / name, summary)
+    proposed = re.search("agentrl eval (.*)", said := capsys.readouterr().out)
+    assert shlex.split(proposed[1]) == [str(tmp_path / name)]
+    assert f"in {tmp_path / name}:" in said
+
+
+def test_a_folder_of_a_run_that_is_named_as_a_config_is_told_how_to_go_on(agentrl, tmp_path):
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("env: frozen_lake\n")
+    said = agentrl("train", str(folder)).stderr
+    assert shlex.split(re.search("`(.*?)`", said)[1]) == [
+        "agentrl",
+        "train",
+        "--resume",
+        str(folder),
+    ]
+
+
+def test_a_file_is_not_written_over_a_folder(agentrl, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("env: frozen_lake\n")
+    (tmp_path / "shared").mkdir()
+    wrong = agentrl("report", str(tmp_path / "run"), "-o", str(tmp_path / "shared"))
+    assert wrong.returncode == 2
+    assert f"{tmp_path / 'shared'} is a folder, and this writes a file: name one" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train", "CONFIG", "run_dir=\udcff"], ["tasks", "\udcff.jsonl"]]
+)
+def test_bytes_that_are_no_utf_8_are_refused_in_a_sentence(agentrl, tmp_path, arguments):
+    config = tmp_path / "config.yaml"
+    config.write_text("env: frozen_lake\n")
+    wrong = agentrl(*(str(config) if one == "CONFIG" else one for one in arguments))
+    assert wrong.returncode == 2
+    assert "a byte that is no UTF-8" in wrong.stderr
+    assert "rename the file" in wrong.stderr

@@ -1,9 +1,10 @@
 """What a run prints may have nowhere to go: it goes on."""
 
 import logging
+import os
 import subprocess
 import sys
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,29 @@ def test_what_fits_is_written_when_a_full_disk_has_room_again(
     disk.full = False
     stream.writelines(["kept\n"])
     assert disk.getvalue() == "kept\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_an_encoding_has_no_character_for_is_written_by_its_code_and_the_rest_goes_on(
+    encoding: str,
+) -> None:
+    raw = BytesIO()
+    stream = LossyStream(TextIOWrapper(raw, encoding, write_through=True))
+    assert stream.write("a snowman ☃\n")
+    assert stream.write("and more\n")
+    assert raw.getvalue() == rb"a snowman \u2603" + b"\nand more\n"
+
+
+def test_a_command_prints_on_a_terminal_that_is_not_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "☃.jsonl").write_text('{"prompt": "☃ or \u2192?", "answer": "☃"}\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl", "tasks", "☃.jsonl"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert r"\u2603 or \u2192?" in done.stdout
+    assert "tasks: 1, of qa" in done.stdout
