@@ -181,6 +181,28 @@ class ChatTemplate:
             )
         return self._check_written(text[len(opening) :], messages)
 
+    def check_later_turns(self) -> None:
+        """Check that what follows an answer does not depend on how much came before it, as a number
+        of the turn does: `added` renders it after a short conversation.
+
+        Raises:
+            ConfigError: it does.
+        """
+        base = _base("user", "", self._abilities)
+        new = _in_parts(_new("user"), self._abilities)
+        second, later = self._try([*base, new]), self._try([*base, *base, *base, new])
+        if isinstance(second, Exception) or isinstance(later, Exception):
+            return
+        as_second, as_later = second.rpartition(_MARK)[2], later.rpartition(_MARK)[2]
+        # Some templates write the time.
+        if as_second != as_later and self._try([*base, new]) == second:
+            raise ConfigError(
+                "the chat template writes a message by how many came before it: the second turn"
+                f" with {bare(as_second)!r:.200}, and a later one with {bare(as_later)!r:.200}."
+                " Write model.history=template, or give another template in a file that"
+                " model.chat_template names"
+            )
+
     def _check_written(self, text: str, messages: Sequence[Message]) -> str:
         """The text, in which all that others wrote is there.
 

@@ -155,6 +155,8 @@ class TemplateRenderer:
             own_tools=self.config.tool_format != "canonical",
         )
         self._family = family if self.config.tool_format == "auto" else None
+        if self._family is None and self.config.history != "template":
+            self._template.check_later_turns()
         self._searched = False  # for what reads calls, everywhere
         self._marks = marks_in(written, known_marks())
         self._known_tools: (

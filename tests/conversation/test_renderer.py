@@ -118,3 +118,28 @@ def test_a_tokenizer_without_a_template_is_refused():
     tokenizer.chat_template = ""
     with pytest.raises(ConfigError, match="no chat template"):
         TemplateRenderer(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("header", "begins"),
+    [("{{ m.role }} {{ loop.index }}", "assistant"), ("{{ m.role }}", "{{ messages | length }}")],
+    ids=["each message has its number", "an answer begins with the number of messages"],
+)
+def test_a_template_that_numbers_turns_is_refused_unless_it_renders_all_of_them(
+    tmp_path, header, begins
+):
+    create_tiny_model(tmp_path / "m", template="chatml")
+    template = tmp_path / "numbered.jinja"
+    template.write_text(
+        f"{{% for m in messages %}}<|im_start|>{header}\n{{{{ m.content }}}}<|im_end|>\n"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}<|im_start|>{begins}\n{{% endif %}}"
+    )
+    with pytest.raises(ConfigError, match=r"by how many came before it.*model\.history=template"):
+        TemplateRenderer.of_model(tmp_path / "m", RendererConfig(chat_template=template))
+    config = RendererConfig(chat_template=template, history="template")
+    conversation = (renderer := TemplateRenderer.of_model(tmp_path / "m", config)).conversation()
+    for turn in range(4):
+        prompt = conversation.prompt([Message("user", f"grid {turn}")])
+        text = renderer.text(conversation.messages, ())
+        assert prompt.ids.tolist() == renderer.encode(text).tolist()
+        conversation.answer(said(renderer.answer_ids("left"), stopped=True))
