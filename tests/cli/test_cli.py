@@ -320,8 +320,8 @@ def test_the_commands_that_a_run_proposes_name_its_folder_whatever_that_is_calle
         "tasks": {"trained": 1, "total": 1, "masked": 0, "failed": 0},
     }
     training._print_summary(tmp_path / name, summary)
-    proposed = re.search("agentrl eval (.*)", said := capsys.readouterr().out)
-    assert shlex.split(proposed[1]) == [str(tmp_path / name)]
+    proposed = re.findall("agentrl eval (.*)", said := capsys.readouterr().out)
+    assert [shlex.split(words) for words in proposed] == [[str(tmp_path / name)]]
     assert f"in {tmp_path / name}:" in said
 
 
@@ -330,12 +330,8 @@ def test_a_folder_of_a_run_that_is_named_as_a_config_is_told_how_to_go_on(agentr
     folder.mkdir()
     (folder / "config.yaml").write_text("env: frozen_lake\n")
     said = agentrl("train", str(folder)).stderr
-    assert shlex.split(re.search("`(.*?)`", said)[1]) == [
-        "agentrl",
-        "train",
-        "--resume",
-        str(folder),
-    ]
+    proposed = ["agentrl", "train", "--resume", str(folder)]
+    assert list(map(shlex.split, re.findall("`(.*?)`", said))) == [proposed]
 
 
 def test_a_file_is_not_written_over_a_folder(agentrl, tmp_path):
