@@ -27,10 +27,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from agentrl.engines.plain_layers import Heads, PlainLayers
 from agentrl.engines.sampling import Sampler, Truncation, noise_keys
 from agentrl.engines.seen_pictures import SeenPictures
 from agentrl.errors import EngineError
 from agentrl.models.attention_check import (
+    LENGTHS,
     Windows,
     check_attention,
     check_kind,
@@ -228,18 +230,11 @@ def _attend(
     if windows is not None:
         windows.append(sliding_window)
     layer_index: Any = module.layer_idx
-    layer = plan.layers[layer_index]
-    query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    layer.reserve(key_NKD, value_NKD, *plan.capacity)
-    layer.keys_SKLD[plan.slots_N, :, plan.positions_N] = key_NKD
-    layer.values_SKLD[plan.slots_N, :, plan.positions_N] = value_NKD
-    for copy in plan.copies:
-        layer.copy(copy)
     kind = _Kind(
         query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux
     )
-    outputs = [_attend_block(block, layer, query_NHD, kind) for block in plan.blocks]
-    out_NHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    out_NHD = _attend_in_layer(plan, layer_index, (query_NHD, key_NKD, value_NKD), kind)
     return out_NHD[None], None
 
 
@@ -253,6 +248,32 @@ class _Kind:
     window: int | None
     softcap: float | None
     sinks_H: Tensor | None
+
+
+def _attend_in_layer(plan: _Plan, layer_index: int, heads: Heads, kind: _Kind) -> Tensor:
+    """Attention of the new tokens to those of their slots, (N, H, D), once the layer's cache has
+    their keys and values.
+    """
+    query_NHD, key_NKD, value_NKD = heads
+    layer = plan.layers[layer_index]
+    layer.reserve(key_NKD, value_NKD, *plan.capacity)
+    layer.keys_SKLD[plan.slots_N, :, plan.positions_N] = key_NKD
+    layer.values_SKLD[plan.slots_N, :, plan.positions_N] = value_NKD
+    for copy in plan.copies:
+        layer.copy(copy)
+    outputs = [_attend_block(block, layer, query_NHD, kind) for block in plan.blocks]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _in_plain_layers(plain: PlainLayers, inputs: Mapping[str, Any], kept_R: Tensor) -> Tensor:
+    """The last hidden states of the tokens `kept_R`, for what a model is called with."""
+    plan: _Plan = inputs["plan"]
+
+    def attend(layer_index: int, heads: Heads, scale: float, window: int | None) -> Tensor:
+        kind = _Kind(scale, window, softcap=None, sinks_H=None)
+        return _attend_in_layer(plan, layer_index, heads, kind)
+
+    return plain(inputs["input_ids"][0], plan.positions_N, kept_R, attend)
 
 
 def _attend_block(block: _Block, layer: _SlotKv, query_NHD: Tensor, kind: _Kind) -> Tensor:
@@ -356,7 +377,10 @@ class PackedModel:
         self._order: Sequence[StepRow] = ()
         self._kept_R = torch.zeros(0, dtype=torch.long, device=device)
         self._capacity = (0, 0)
+        self._plain: PlainLayers | None = None
         check_attention(self._model, self._together)
+        if PlainLayers.are_of(self._model):
+            self._plain = self._checked(PlainLayers(self._model.base_model))
 
     @property
     def has_experts(self) -> bool:
@@ -606,6 +630,10 @@ class PackedModel:
         `layers`.
         """
         inputs = self._inputs(blocks, layers, capacity)
+        if self._plain is not None:
+            states_RE = _in_plain_layers(self._plain, inputs, kept_R)
+            of_states: Tensor = self._model.get_output_embeddings()(states_RE)
+            return of_states
         if self._seen is None:
             logits: Tensor = self._model(**inputs, logits_to_keep=kept_R, needed_P=kept_R).logits
             return logits[0]
@@ -697,9 +725,19 @@ class PackedModel:
         ]
         return self._tensor(np.concatenate(of_rows, axis=1).astype(np.int64))[:, None]
 
-    def _together(self, rows_T: Sequence[Tensor], windows: Windows) -> list[Tensor]:
+    def _checked(self, plain: PlainLayers) -> PlainLayers | None:
+        """These layers, if they compute what transformers does."""
+        rows_T = [(torch.arange(length) * 3 + length) % self.vocab_size for length in LENGTHS]
+        with torch.no_grad():
+            states = zip(self._together(rows_T, []), self._together(rows_T, [], plain), strict=True)
+        same = [torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in states]
+        return plain if all(same) else None
+
+    def _together(
+        self, rows_T: Sequence[Tensor], windows: Windows, plain: PlainLayers | None = None
+    ) -> list[Tensor]:
         """The last hidden states of sequences: of all their tokens but one in one step, and of the
-        last in another.
+        last in another. `plain`: the layers that compute them, if not transformers' own.
         """
         layers, states = [_SlotKv() for _ in self._layers], [list[Tensor]() for _ in rows_T]
         capacity = len(rows_T), max(len(row_T) for row_T in rows_T)
@@ -710,8 +748,12 @@ class PackedModel:
             ]
             blocks = _blocks(rows)
             called = self._inputs(blocks, layers, capacity)
-            inside = language_model(self._model)
-            states_NH = inside(**called, windows=windows).last_hidden_state[0]
+            if plain is None:
+                inside = language_model(self._model)
+                states_NH = inside(**called, windows=windows).last_hidden_state[0]
+            else:
+                all_N = torch.arange(called["input_ids"].shape[1])
+                states_NH = _in_plain_layers(plain, called, all_N)
             order = [row for block in blocks for row in block]
             for row, own in zip(
                 order, states_NH.split([len(row.token_ids) for row in order]), strict=True
