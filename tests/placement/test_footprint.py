@@ -371,7 +371,7 @@ def bytes_saved(config: Any, tokens: int, layout: TrainerLayout) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def of_layers(family: str, layout: TrainerLayout, tokens: int = 640) -> tuple[int, int]:
+def of_layers(family: str, layout: TrainerLayout, tokens: int = 1280) -> tuple[int, int]:
     """Bytes of a sample in the last layer, saved and counted: the difference that it makes.
 
     On CPUs, shorter samples keep more: their queries attend in pieces.
@@ -443,7 +443,7 @@ def test_a_step_peaks_at_the_bytes_that_were_counted(family: str, recompute: Any
             layer_bytes(facts, layout, tokens), hidden
         )
 
-    assert counted(1280) - counted(640) == pytest.approx(peak(1280) - peak(640), rel=0.08)
+    assert counted(2560) - counted(1280) == pytest.approx(peak(2560) - peak(1280), rel=0.08)
 
 
 def test_pieces_of_attention_are_as_large_as_was_counted() -> None:

@@ -183,7 +183,7 @@ def test_memory_is_linear_in_the_tokens(samples):
     assert large < 4.4 * small
 
 
-@pytest.mark.parametrize("length", [127, 128, 300, 512, 513])
+@pytest.mark.parametrize("length", [127, 128, 300, 513, 1024, 1025])
 @pytest.mark.parametrize("key_heads", [4, 2])
 def test_short_segments_are_attended_to_in_pieces_with_the_same_results(length, key_heads):
     generator = torch.Generator().manual_seed(0)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agentrl.batch import TrainingSample, collate
 from agentrl.models.last_layer import compute_only_needed
 from agentrl.tokens.arrays import IntArray, ints
+from agentrl.trainers.compute import attention
 from agentrl.trainers.compute.forward import (
     compute_logprobs_in,
     scaling_of,
@@ -88,11 +89,15 @@ def logprobs_of(model: Any, batch: MicroBatch) -> torch.Tensor:
 def test_samples_that_share_prefixes_have_the_logprobs_and_gradients_that_each_has_alone(
     family, checkpointed
 ):
+    compare_with_each_alone(family, checkpointed=checkpointed, prompt=40)
+
+
+def compare_with_each_alone(family: str, *, checkpointed: bool, prompt: int) -> None:
     plain, shared = models(family)
     if checkpointed:
         shared.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         shared.train()
-    ((batch,),) = micro_batches(collate(group(2, 4)), 10**6)
+    ((batch,),) = micro_batches(collate(group(2, 4, prompt=prompt)), 10**6)
     assert batch.computed_tokens < 0.4 * batch.tokens
     wanted_N, found_N = alone(plain, batch), logprobs_of(shared, batch)
     assert torch.allclose(found_N, wanted_N, atol=1e-5)
@@ -104,6 +109,21 @@ def test_samples_that_share_prefixes_have_the_logprobs_and_gradients_that_each_h
             assert torch.allclose(
                 one.grad, other.grad, atol=1e-5 * max(1.0, float(one.grad.abs().max()))
             ), name
+
+
+def test_on_cpus_long_prefixes_that_samples_share_ask_once_for_what_they_see(monkeypatch):
+    asked: list[int] = []
+    fused = attention.scaled_dot_product_attention
+
+    def counted(query, *args, **options):
+        asked.append(query.shape[0] * query.shape[2])
+        return fused(query, *args, **options)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", counted)
+    compare_with_each_alone("Qwen3Config", checkpointed=False, prompt=390)
+    # Two groups of four, whose prompts are three pieces and a little: of three pieces, each group
+    # asks once, and of the last one each sample does.
+    assert sum(asked) < (2 * 3 + 8) * attention.SHORT_PIECE
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

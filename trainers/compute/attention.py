@@ -47,8 +47,8 @@ PIECE = 256
 """Queries of a piece."""
 SHORT_PIECE = 128
 """Queries of a piece of a short segment on CPUs."""
-KEYS_AT_ONCE = 512
-"""Keys of a block of torch's fused attention on CPUs."""
+LONGEST_IN_PIECES = 1024
+"""Tokens of a segment that is computed in such pieces: in a longer one they save little."""
 FLASH_DEVICE = "cuda"
 FLASH_PRECISIONS = (torch.bfloat16, torch.float16)
 """Where FlashAttention runs, and in what. `flex` takes the same."""
@@ -60,13 +60,15 @@ class Block:
 
     `padded_RL`: the token of the sequence at each place of the block; padding repeats the first
     one. `kept_N`: the places that are tokens, flat. Both are None for a single segment, if its
-    tokens lie together in the sequence.
+    tokens lie together in the sequence. `repeated`: of each segment, how many of its first tokens
+    are computed in another one, so that their results here are not used.
     """
 
     first: int
     stop: int
     padded_RL: Tensor | None
     kept_N: Tensor | None
+    repeated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class Segments:
         if whole is not None and whole.needed:
             needed_P = None
         places_T = None if shared is None else torch.from_numpy(shared.places_T).long()
-        blocks = tuple(_block(first, run, places_T, device) for first, run in _runs(lengths))
+        blocks = tuple(_block(first, run, shared, device) for first, run in _runs(lengths))
         borders = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         needed = None if needed_P is None else Needed.of(needed_P, lengths, blocks, device, shared)
         found = Segments(
@@ -238,7 +240,8 @@ def _looking_back(
             else None
         )
         if window is None and softcap is None and s_aux is None:
-            out_RHLD = _causal(query_RHLD, key_RKLD, value_RKLD, scaling)
+            inputs_R = query_RHLD, key_RKLD, value_RKLD
+            out_RHLD = _causal(*inputs_R, scaling, block.repeated)
         else:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             out_RHLD = _in_pieces(
@@ -419,22 +422,26 @@ def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
 
 
 def _block(
-    first: int, lengths: Sequence[int], places_T: Tensor | None, device: torch.device
+    first: int, lengths: Sequence[int], shared: SharedPrefixes | None, device: torch.device
 ) -> Block:
     stop = first + sum(lengths)
+    places_T, repeated = None, tuple[int, ...]()
+    if shared is not None:
+        places_T = torch.from_numpy(shared.places_T).long()
+        borders = np.cumsum([first, *lengths])
+        computed = np.diff(np.searchsorted(shared.computed_S, borders))
+        repeated = tuple((np.asarray(lengths) - computed).tolist())
     if len(lengths) == 1:
-        return Block(
-            first, stop, None if places_T is None else places_T[None, first:stop].to(device), None
-        )
+        own_1L = None if places_T is None else places_T[None, first:stop].to(device)
+        return Block(first, stop, own_1L, None, repeated)
     lengths_R = torch.tensor(lengths)
     starts_R = first + lengths_R.cumsum(0) - lengths_R
     places_L = torch.arange(max(lengths))
     is_token_RL = places_L[None] < lengths_R[:, None]
     padded_RL = torch.where(is_token_RL, starts_R[:, None] + places_L[None], starts_R[:, None])
     padded_RL = padded_RL if places_T is None else places_T[padded_RL]
-    return Block(
-        first, stop, padded_RL.to(device), is_token_RL.flatten().nonzero()[:, 0].to(device)
-    )
+    kept_N = is_token_RL.flatten().nonzero()[:, 0]
+    return Block(first, stop, padded_RL.to(device), kept_N.to(device), repeated)
 
 
 def _of_block(block: Block, packed: Tensor) -> Tensor:
@@ -448,14 +455,18 @@ def _of_block(block: Block, packed: Tensor) -> Tensor:
 
 
 def _causal(
-    query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, scaling: float | None
+    query_RHLD: Tensor,
+    key_RKLD: Tensor,
+    value_RKLD: Tensor,
+    scaling: float | None,
+    repeated: Sequence[int] = (),
 ) -> Tensor:
-    """torch's fused attention. On CPUs, it computes for each query all keys of a block of 512,
-    however few are seen. So queries of short segments ask in pieces, each for the keys up to its
-    end.
+    """torch's fused attention. On CPUs, it computes for each query all keys of blocks of 512, of
+    which it sees some. So queries of short segments ask in pieces, each for the keys up to its end,
+    and segments whose part of a piece is `repeated` leave it out: its results are 0.
     """
     length, gqa = query_RHLD.shape[2], query_RHLD.shape[1] != key_RKLD.shape[1]
-    if query_RHLD.device.type != "cpu" or not SHORT_PIECE < length <= KEYS_AT_ONCE:
+    if query_RHLD.device.type != "cpu" or not SHORT_PIECE < length <= LONGEST_IN_PIECES:
         return scaled_dot_product_attention(
             query_RHLD, key_RKLD, value_RKLD, is_causal=True, scale=scaling, enable_gqa=gqa
         )
@@ -464,10 +475,23 @@ def _causal(
         stop = min(first + SHORT_PIECE, length)
         piece = (query_RHLD[:, :, first:stop], key_RKLD[:, :, :stop], value_RKLD[:, :, :stop])
         mask_QC = _mask(first, query_RHLD.dtype)[: stop - first, :stop]
-        pieces.append(
-            scaled_dot_product_attention(*piece, attn_mask=mask_QC, scale=scaling, enable_gqa=gqa)
+        ask = partial(
+            scaled_dot_product_attention, attn_mask=mask_QC, scale=scaling, enable_gqa=gqa
         )
+        asking = [row for row, count in enumerate(repeated) if count < stop]
+        pieces.append(_of_rows(asking, piece, ask) if len(asking) < len(repeated) else ask(*piece))
     return torch.cat(pieces, dim=2)
+
+
+def _of_rows(
+    rows: Sequence[int], piece: tuple[Tensor, Tensor, Tensor], ask: Callable[..., Tensor]
+) -> Tensor:
+    """The results of these rows of a piece; 0 for the others."""
+    nothing = torch.zeros_like(piece[0])
+    if not rows:
+        return nothing
+    own = torch.tensor(rows)
+    return nothing.index_copy(0, own, ask(*(one.index_select(0, own) for one in piece)))
 
 
 @lru_cache

@@ -20,7 +20,7 @@ from agentrl.trainers.compute.prefixes import SharedPrefixes
 if TYPE_CHECKING:
     from agentrl.trainers.compute.attention import Block
 
-MOST = 128
+MOST = 256
 """Needed tokens of a segment: what they see is held in a mask, whose size then stays linear in the
 tokens.
 """
