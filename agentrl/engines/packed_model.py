@@ -388,6 +388,11 @@ class PackedModel:
         return self._routing.layers > 0
 
     @property
+    def has_plain_layers(self) -> bool:
+        """True if its layers are computed by `PlainLayers`."""
+        return self._plain is not None
+
+    @property
     def sees(self) -> bool:
         """True if it reads pictures."""
         return self._vision is not None
@@ -859,20 +864,13 @@ class PackedModel:
         tokens_R, logprobs_R, all_RV = self._sampler.sample(
             logits_RV, temperature_R, keys_R, truncation
         )
-        supports = [
-            (
-                all_V.isfinite().nonzero()[:, 0].int().cpu().numpy()
-                if row.keep_support and row.sampling.truncated
-                else ()
-            )
-            for row, all_V in zip(rows, all_RV, strict=True)
-        ]
-        return [
-            Drawn(token, logprob, ints(support))
-            for token, logprob, support in zip(
-                tokens_R.tolist(), logprobs_R.tolist(), supports, strict=True
-            )
-        ]
+        supports = [_WHOLE_VOCABULARY] * len(rows)
+        for index, row in enumerate(rows):
+            if row.keep_support and row.sampling.truncated:
+                kept_ids = all_RV[index].isfinite().nonzero()[:, 0]
+                supports[index] = ints(kept_ids.int().cpu().numpy())
+        drawn = zip(tokens_R.tolist(), logprobs_R.tolist(), supports, strict=True)
+        return [Drawn(*one) for one in drawn]
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -910,6 +908,8 @@ def _chunks(requests: Sequence[ScoreRequest], budget: int) -> Iterator[list[Step
         yield rows
 
 
+_WHOLE_VOCABULARY = ints(())
+"""See `Drawn.support`."""
 _UNUSED = SamplingParams()
 """Nothing is sampled from the rows that are scored."""
 

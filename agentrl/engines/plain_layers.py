@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
-from agentrl.models.vision import language_model
-
 _FAMILIES = frozenset({"LlamaModel", "Qwen2Model", "Qwen3Model"})
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries (N, H, D), keys and values (N, K, D)."""
@@ -142,12 +140,12 @@ class PlainLayers:
 
     @staticmethod
     def are_of(model: Any) -> bool:
-        """True if it is a model of such layers in float32, on a CPU.
+        """True if it is a model of such layers that reads no pictures, in float32, on a CPU.
 
         Elsewhere operators take longer than their calls, and norms in bfloat16 round in another
         way.
         """
-        decoder = language_model(model)
+        decoder = model.base_model
         return (
             type(decoder).__name__ in _FAMILIES
             and type(decoder).__module__.startswith("transformers.")
