@@ -13,7 +13,7 @@ class Choice(AnswerRule):
     """1 where the choice that the answer names is the right one.
 
     Read in this order: the last "answer is (C)", "answer: C" or "option C"; the last "(C)" or
-    "\\boxed{C}"; the last line that is a letter or begins with "C." or "C)".
+    "\\boxed{C}"; the last line that is a letter or begins with "C." or "C)". "C or D" names none.
     """
 
     class Config(AnswerSettings):
@@ -26,11 +26,18 @@ class Choice(AnswerRule):
         super().__init__(config)
         self._config = config
         letter = rf"[{config.choices}]"
+        named = r"(?i:answer)\*{0,2}(?: is:?[ *]{1,4}|:[ *]{0,4})|(?i:option|choice)[ *]{1,4}"
+        boxed = r"\\boxed\{(?:\\(?:text|mathrm|textbf|mathbf)\{)?"
         self._patterns = [
-            re.compile(rf"(?:(?i:answer)(?: is:?|:)|(?i:option|choice))[ *]{{1,4}}\(?({letter})\b"),
-            re.compile(rf"\(({letter})\)|\\boxed\{{({letter})\}}"),
+            re.compile(rf"(?:{named})(?:{boxed})?\(?({letter})\b"),
+            re.compile(rf"(?:\(|{boxed}\(?)({letter})[)}}]"),
             re.compile(rf"(?m)^[ *]{{0,4}}({letter})(?:[.):]|[ *]{{0,4}}$)"),
         ]
+        # "A and B is wrong" names A alone.
+        self._several = re.compile(
+            rf"{letter}[)*}}]{{0,4}} ?(?:/|&|\bor\b|\band\b) ?[(*]{{0,4}}{letter}\b"
+            r"(?! (?:is|are|was|were|would|cannot|can|does)\b)"
+        )
 
     def right(self, answer: str, gold: Any) -> bool:
         """True if this letter (or the number of a choice, from 0) is named."""
@@ -39,11 +46,15 @@ class Choice(AnswerRule):
     def find_choice(self, answer: str) -> str | None:
         """The letter that an answer names; None where it names none."""
         answer = unicodedata.normalize("NFKC", answer)  # full-width letters and brackets
+        several = [found.span() for found in self._several.finditer(answer)]
         for pattern in self._patterns:
-            found = pattern.findall(answer)
-            if found:
-                last = found[-1]
-                return last if isinstance(last, str) else "".join(last)
+            last = None
+            for last in pattern.finditer(answer):  # noqa: B007  the last one
+                pass
+            if last is not None:
+                place = last.start(1)
+                is_one = not any(first <= place < stop for first, stop in several)
+                return last[1] if is_one else None
         return None
 
     def _letter(self, gold: Any) -> str:
