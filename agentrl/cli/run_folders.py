@@ -88,10 +88,15 @@ def output(path: Path, within: str | None = None, *, file: bool = False) -> Path
             the command writes a file.
     """
     path = path.expanduser()
+    _check_not_of_a_run(path, within)
     if file and path.is_dir():
         raise ConfigError(
             f"{path} is a folder, and this writes a file: name one, such as {path / 'FILE'}"
         )
+    return path
+
+
+def _check_not_of_a_run(path: Path, within: str | None) -> None:
     real = path.resolve()
     run = next(
         (folder for folder in (real, *real.parents) if (folder / "config.yaml").is_file()), None
@@ -99,16 +104,15 @@ def output(path: Path, within: str | None = None, *, file: bool = False) -> Path
     if run is None or not any(
         (run / name).exists() for name in ("ledger.sqlite", "metrics.jsonl", "origins.json")
     ):
-        return path
+        return
     inside = real.relative_to(run).parts
     if inside and inside[0] == within and len(inside) > 1 and not real.is_file():
-        return path
+        return
     if not inside or inside[0] in OWN or inside[0].startswith(_OWN_PREFIXES):
         raise ConfigError(
             f"{path} belongs to the run in {run}, and no command writes over what is a run's own:"
             " name another place"
         )
-    return path
 
 
 def checkpoint_of(run: Path, step: str) -> Path:

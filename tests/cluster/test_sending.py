@@ -24,6 +24,8 @@ LEASE = 30.0
 class Needy:
     """Can be pickled only while the event loop runs: what pickles it waits for the loop."""
 
+    _version = 0  # as a tensor has it
+
     def __init__(self) -> None:
         self.asked = threading.Event()
         self.loop_ran = threading.Event()
