@@ -109,11 +109,13 @@ class Meeting:
         """
         return Watch(self.store, names, lease)
 
-    def enroll(self, key: str, reader: Reader) -> None:
-        """Announce a reader for the version of this key. It must attend."""
+    def enroll(self, key: str, reader: Reader, group: int | None) -> None:
+        """Announce a reader for the version of this key. It must attend. `group`: the one that it
+        is in (`Roll.group`); None if it is in none, or has left it.
+        """
         with _translated(self.address):
             number = self.store.add(f"{key}/enrolled", 1) - 1
-            self.store.set(f"{key}/reader/{number}", json.dumps(asdict(reader)))
+            self.store.set(f"{key}/reader/{number}", json.dumps([asdict(reader), group]))
 
     def join(self, key: str, name: str) -> Roll:
         """Tell rank 0 that a reader is about to load the version, and return the roll.
@@ -145,17 +147,22 @@ class Meeting:
         waited for.
         """
         enrolled = self.store.add(f"{key}/enrolled", 0)
-        found = [self.store.get(f"{key}/reader/{number}") for number in range(enrolled)]
-        readers = [Reader(**json.loads(text)) for text in found]
         # A reader whose engine was asked to stage the version again has enrolled twice.
-        by_name = {reader.name: reader for reader in readers}
+        by_name: dict[str, Reader] = {}
+        groups: dict[str, int | None] = {}
+        for number in range(enrolled):
+            reader, group_of = json.loads(self.store.get(f"{key}/reader/{number}"))
+            by_name[reader["name"]], groups[reader["name"]] = Reader(**reader), group_of
         joined = self.wait_for(f"{key}/joined", list(by_name), lease)
         present = sorted(
             (by_name[name] for name in joined if not self.store.check([left(name)])),
             key=lambda reader: (reader.place != near, reader.place, reader.name),
         )
-        same = last is not None and list(last.readers) == present
-        group = last.group if last is not None and same else self.store.add("groups", 1)
+        group: int = self.store.add("groups", 1)
+        # One that has left and come back waits for a new group.
+        if last is not None and list(last.readers) == present:
+            still = all(groups[reader.name] == last.group for reader in present)
+            group = last.group if still else group
         self.store.set(f"{key}/roll", json.dumps([group, [asdict(reader) for reader in present]]))
         return Roll(group, present)
 

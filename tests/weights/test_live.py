@@ -270,7 +270,8 @@ def test_files_are_not_made_of_a_version_that_has_been_replaced(
         sent = await transport.send(trainer, 1)
         assert await answers(transport, trainer, sent, [(reader, BUCKETS)]) == [checksum(made(1))]
         newer = await transport.send(trainer, 2)
-        await answers(transport, trainer, newer, [(reader, BUCKETS)])
+        # The reader has left after the last weight of the first version, and comes back at once.
+        assert await answers(transport, trainer, newer, [(reader, BUCKETS)]) == [checksum(made(1))]
         await transport.keep_only([newer])
         with pytest.raises(WeightsError, match="a newer version"):
             await sent.at_rest()

@@ -755,7 +755,8 @@ class _Reading:
         """See `Shipment.enroll`. From then on, this process gives signs of life until it leaves."""
         if self._attendance is None or self._attendance.has_ended:
             self._attendance = self._meeting.attend(self._reader.name)
-        self._meeting.enroll(key, self._reader)
+        group = None if self._roll is None else self._roll.group
+        self._meeting.enroll(key, self._reader, group)
 
     def join(self, key: str) -> None:
         """See `Shipment.join`."""
