@@ -331,5 +331,5 @@ SendingLane = GroupSending | HandleSending
 """
 
 ReadingLane = GroupReading | HandleReading
-"""A reader's end of all lanes. `buckets(sizes)` are the buckets in their order, which have these
-sizes in bytes. Nobody else writes to them: vLLM keeps weights until it has all of a layer."""
+"""A reader's end of all lanes. `buckets(sizes)` yields the buckets in order; `sizes` are in bytes.
+No process writes to a bucket afterwards, because vLLM keeps weights until it has a whole layer."""

@@ -158,11 +158,12 @@ class Meeting:
             (by_name[name] for name in joined if not self.store.check([left(name)])),
             key=lambda reader: (reader.place != near, reader.place, reader.name),
         )
-        group: int = self.store.add("groups", 1)
-        # One that has left and come back waits for a new group.
-        if last is not None and list(last.readers) == present:
-            still = all(groups[reader.name] == last.group for reader in present)
-            group = last.group if still else group
+        same = last is not None and list(last.readers) == present
+        # A reader that has left and come back waits for a new group.
+        if last is not None and same and all(groups[name] == last.group for name in last.names):
+            group = last.group
+        else:
+            group = self.store.add("groups", 1)
         self.store.set(f"{key}/roll", json.dumps([group, [asdict(reader) for reader in present]]))
         return Roll(group, present)
 

@@ -198,7 +198,7 @@ class _Rest:
 
     def __init__(self) -> None:
         self.is_released = asyncio.Event()
-        """Set when nobody wants the files any more."""
+        """Set when the version was replaced or withdrawn: its files are no longer needed."""
         self._is_sent = asyncio.Event()
         self._turn = asyncio.Lock()
         self._make: Callable[[], Awaitable[WeightBundle]] | None = None
