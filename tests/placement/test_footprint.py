@@ -3,11 +3,9 @@ activations, the KV cache.
 """
 
 import asyncio
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +57,7 @@ from agentrl.trainers.compute.recomputation import recompute_blocks
 from agentrl.trainers.deepspeed import DeepSpeedTrainer
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.local import LocalTrainer
+from tests.memory import peak_bytes
 
 
 @pytest.fixture(scope="module")
@@ -404,17 +403,6 @@ def test_full_recomputation_keeps_the_inputs_of_layers(precision: Any) -> None:
     assert counted == kept
 
 
-def peak_of(step: Callable[[], None]) -> int:
-    """Most bytes of tensors that are there at once while a step runs."""
-    from torch.profiler import ProfilerActivity, profile
-
-    gc.collect()  # what other tests have left would be freed in between
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        step()
-    events = watched.profiler.kineto_results.events()
-    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
-
-
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_step_peaks_at_the_bytes_that_were_counted(family: str, recompute: Any) -> None:
@@ -434,8 +422,7 @@ def test_a_step_peaks_at_the_bytes_that_were_counted(family: str, recompute: Any
                 input_ids=ids_1T, use_cache=False, segments=segments
             ).last_hidden_state.sum().backward()
 
-        step()  # makes the gradients
-        return peak_of(step)
+        return peak_bytes(step)
 
     def counted(tokens: int) -> int:
         hidden = head_bytes(replace(facts, vocab=0), layout, tokens)
@@ -496,7 +483,7 @@ def test_logits_take_the_bytes_at_the_peak_that_were_counted(
 
     layout = TrainerLayout(precision, tokens, 1, "none")
     counted = head_bytes(replace(facts, vocab=vocab, hidden=8), layout, tokens)
-    assert peak_of(step) == pytest.approx(counted, rel=0.03)
+    assert peak_bytes(step) == pytest.approx(counted, rel=0.03)
 
 
 def test_a_local_engine_holds_the_cache_that_was_counted(

@@ -12,7 +12,6 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from agentrl.batch import TrainingSample, collate
@@ -28,6 +27,7 @@ from agentrl.trainers.compute.forward import (
 )
 from agentrl.trainers.compute.recomputation import recompute_blocks
 from agentrl.trainers.packing import MicroBatch
+from tests.memory import peak_bytes
 
 SMALL = {
     "vocab_size": 60,
@@ -150,10 +150,8 @@ def test_blocks_hold_each_token_once_in_order_and_little_padding(lengths, in_ord
     assert tokens == list(range(sum(lengths)))
 
 
-def peak_bytes(tokens: int, samples: int) -> int:
-    """The most memory that a forward and a backward pass of a checkpointed layer take, beyond what
-    was there.
-    """
+def peak_of_layer(tokens: int, samples: int) -> int:
+    """Bytes that a forward and a backward pass of a checkpointed layer take."""
     model = models("Qwen3Config")[1].model.layers[0].self_attn
     segments = Segments.of([tokens // samples] * samples, torch.device("cpu"))
     hidden = torch.randn(1, tokens, 32, requires_grad=True)
@@ -167,19 +165,12 @@ def peak_bytes(tokens: int, samples: int) -> int:
             segments=segments,
         )[0]
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        checkpoint(layer, hidden, use_reentrant=False).sum().backward()
-    changes = [
-        event.nbytes()
-        for event in watched.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    ]
-    return max(accumulate(changes))
+    return peak_bytes(lambda: checkpoint(layer, hidden, use_reentrant=False).sum().backward())
 
 
 @pytest.mark.parametrize("samples", [1, 4])
 def test_memory_is_linear_in_the_tokens(samples):
-    small, large = peak_bytes(1024, samples), peak_bytes(4096, samples)
+    small, large = peak_of_layer(1024, samples), peak_of_layer(4096, samples)
     assert large < 4.4 * small
 
 

@@ -1,7 +1,7 @@
 """Activations that are computed again: what is kept meanwhile, and that nothing else changes."""
 
-import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch.autograd.graph import saved_tensors_hooks
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from agentrl.errors import ConfigError
@@ -17,6 +16,7 @@ from agentrl.trainers.compute.attention import ATTENTION, Segments
 from agentrl.trainers.compute.recomputation import blocks_of, recompute_blocks
 from agentrl.trainers.deepspeed import DeepSpeedTrainer
 from agentrl.trainers.settings import TrainerSettings
+from tests.memory import kept_bytes
 
 LENGTHS = [60, 40, 28]
 
@@ -73,22 +73,12 @@ def test_what_is_computed_again_gives_the_same_gradients_to_the_bit(
         assert (one.grad is None and two.grad is None) or torch.equal(one.grad, two.grad), name
 
 
-def kept_bytes(model: Any) -> int:
-    """What a forward pass has allocated and not freed, as torch's allocator counts it."""
-    gc.collect()  # what other tests have left would be freed in between
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        states = hidden_states(model)
-    events = watched.profiler.kineto_results.events()
-    kept = sum(event.nbytes() for event in events if event.name() == "[memory]")
-    return kept - states.nbytes
-
-
 def test_each_way_keeps_the_activations_of_a_layer_that_it_says(shallow_model_dir: Path) -> None:
     found = {}
     for how in ("none", "selective", "full"):
         model = qwen(shallow_model_dir)
         recompute_blocks(model, how)
-        found[how] = kept_bytes(model)
+        found[how] = kept_bytes(partial(hidden_states, model))
     config, tokens = model.config, sum(LENGTHS)
     layers, hidden = config.num_hidden_layers, config.hidden_size
     query = config.num_attention_heads * config.head_dim
@@ -97,7 +87,8 @@ def test_each_way_keeps_the_activations_of_a_layer_that_it_says(shallow_model_di
     # Outputs of the seven products, and of attention, whose block pads segments of similar length.
     products = layers * 4 * tokens * (2 * hidden + query + 2 * key + 2 * config.intermediate_size)
     attention = layers * 4 * tokens * query
-    outside = found["full"] - inputs
+    outputs = 4 * tokens * hidden
+    outside = found["full"] - inputs - outputs
     assert 0 <= outside < 4 * 4 * tokens * hidden  # the last norm, and the positions
     assert found["selective"] - found["full"] == pytest.approx(products + attention, rel=0.1)
     assert found["none"] > 1.5 * found["selective"]
