@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from agentrl.batch import TrainingSample, collate
 from agentrl.errors import ConfigError
 from agentrl.models.attention_check import check_kind
-from agentrl.trainers.compute import attention, flex
+from agentrl.trainers.compute import attention, flex, short_segments
 from agentrl.trainers.compute.attention import ATTENTION, SIMILAR, Segments, attend
 from agentrl.trainers.compute.forward import (
     compute_logprobs_in,
@@ -26,6 +26,7 @@ from agentrl.trainers.compute.forward import (
     token_logprobs,
 )
 from agentrl.trainers.compute.recomputation import recompute_blocks
+from agentrl.trainers.compute.short_segments import SHORT_PIECE
 from agentrl.trainers.packing import MicroBatch
 from tests.memory import peak_bytes
 
@@ -197,15 +198,15 @@ def torchs_causal(query, key, value, scale):
 
 def test_pieces_of_short_segments_ask_for_little_more_than_what_they_see(monkeypatch):
     asked: list[int] = []
-    fused = attention.scaled_dot_product_attention
+    fused = short_segments._FUSED
 
     def counted(query, key, *args, **options):
         asked.append(query.shape[2] * key.shape[2])
         return fused(query, key, *args, **options)
 
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(short_segments, "_FUSED", counted)
     attention._causal(*[torch.randn(1, 2, 400, 8) for _ in range(3)], None)
-    assert sum(asked) <= 400 * (400 + attention.SHORT_PIECE) / 2
+    assert sum(asked) <= 400 * (400 + SHORT_PIECE) / 2
 
 
 def test_layers_that_know_no_borders_between_samples_are_refused(tmp_path):

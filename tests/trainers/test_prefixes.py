@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentrl.batch import TrainingSample, collate
 from agentrl.models.last_layer import compute_only_needed
 from agentrl.tokens.arrays import IntArray, ints
-from agentrl.trainers.compute import attention
+from agentrl.trainers.compute import short_segments
 from agentrl.trainers.compute.forward import (
     compute_logprobs_in,
     scaling_of,
@@ -113,17 +113,17 @@ def compare_with_each_alone(family: str, *, checkpointed: bool, prompt: int) -> 
 
 def test_on_cpus_long_prefixes_that_samples_share_ask_once_for_what_they_see(monkeypatch):
     asked: list[int] = []
-    fused = attention.scaled_dot_product_attention
+    fused = short_segments._FUSED
 
     def counted(query, *args, **options):
         asked.append(query.shape[0] * query.shape[2])
         return fused(query, *args, **options)
 
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(short_segments, "_FUSED", counted)
     compare_with_each_alone("Qwen3Config", checkpointed=False, prompt=390)
     # Two groups of four, whose prompts are three pieces and a little: of three pieces, each group
     # asks once, and of the last one each sample does.
-    assert sum(asked) < (2 * 3 + 8) * attention.SHORT_PIECE
+    assert sum(asked) < (2 * 3 + 8) * short_segments.SHORT_PIECE
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

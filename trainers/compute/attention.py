@@ -4,9 +4,10 @@ mask is built.
 The samples of a micro-batch lie end to end in one sequence. On GPUs, FlashAttention (Dao 2023,
 arXiv:2307.08691) takes them as they are, in the precisions that it has. Elsewhere, segments of
 similar length are padded at their ends into a block, for one call of torch's fused attention. Its
-causal order keeps the padding out of sight, so memory is linear in the tokens. Layers with a
-sliding window, a soft cap or sinks are computed in pieces of a few hundred queries, which are
-computed again in the backward pass; on GPUs, those with a cap or sinks by one kernel (`flex`).
+causal order keeps the padding out of sight, so memory is linear in the tokens; on CPUs, short
+segments ask in pieces (`short_segments`). Layers with a sliding window, a soft cap or sinks are
+computed in pieces of a few hundred queries, which are computed again in the backward pass; on GPUs,
+those with a cap or sinks by one kernel (`flex`).
 
 If samples share a prefix, the sequence has its tokens once, and the segments of all of these
 samples take them. Tokens of pictures may see all of their picture (`whole_pictures`).
@@ -37,6 +38,7 @@ from agentrl.trainers.compute import flex
 from agentrl.trainers.compute.context import ContextSlice, check_heads
 from agentrl.trainers.compute.needed import Needed
 from agentrl.trainers.compute.prefixes import SharedPrefixes
+from agentrl.trainers.compute.short_segments import attend_in_pieces, is_in_pieces
 from agentrl.trainers.compute.whole_pictures import PictureSpans, WholePictures
 
 ATTENTION = "agentrl_segments"
@@ -45,10 +47,6 @@ SIMILAR = 0.75
 """
 PIECE = 256
 """Queries of a piece."""
-SHORT_PIECE = 128
-"""Queries of a piece of a short segment on CPUs."""
-LONGEST_IN_PIECES = 1024
-"""Tokens of a segment that is computed in such pieces: in a longer one they save little."""
 FLASH_DEVICE = "cuda"
 FLASH_PRECISIONS = (torch.bfloat16, torch.float16)
 """Where FlashAttention runs, and in what. `flex` takes the same."""
@@ -240,8 +238,7 @@ def _looking_back(
             else None
         )
         if window is None and softcap is None and s_aux is None:
-            inputs_R = query_RHLD, key_RKLD, value_RKLD
-            out_RHLD = _causal(*inputs_R, scaling, block.repeated)
+            out_RHLD = _causal(query_RHLD, key_RKLD, value_RKLD, scaling, block.repeated)
         else:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             out_RHLD = _in_pieces(
@@ -461,51 +458,14 @@ def _causal(
     scaling: float | None,
     repeated: Sequence[int] = (),
 ) -> Tensor:
-    """torch's fused attention. On CPUs, it computes for each query all keys of blocks of 512, of
-    which it sees some. So queries of short segments ask in pieces, each for the keys up to its end,
-    and segments whose part of a piece is `repeated` leave it out: its results are 0.
-    """
-    length, gqa = query_RHLD.shape[2], query_RHLD.shape[1] != key_RKLD.shape[1]
-    if query_RHLD.device.type != "cpu" or not SHORT_PIECE < length <= LONGEST_IN_PIECES:
-        return scaled_dot_product_attention(
-            query_RHLD, key_RKLD, value_RKLD, is_causal=True, scale=scaling, enable_gqa=gqa
-        )
-    pieces = []
-    for first in range(0, length, SHORT_PIECE):
-        stop = min(first + SHORT_PIECE, length)
-        piece = (query_RHLD[:, :, first:stop], key_RKLD[:, :, :stop], value_RKLD[:, :, :stop])
-        mask_QC = _mask(first, query_RHLD.dtype)[: stop - first, :stop]
-        ask = partial(
-            scaled_dot_product_attention, attn_mask=mask_QC, scale=scaling, enable_gqa=gqa
-        )
-        asking = [row for row, count in enumerate(repeated) if count < stop]
-        pieces.append(_of_rows(asking, piece, ask) if len(asking) < len(repeated) else ask(*piece))
-    return torch.cat(pieces, dim=2)
-
-
-def _of_rows(
-    rows: Sequence[int], piece: tuple[Tensor, Tensor, Tensor], ask: Callable[..., Tensor]
-) -> Tensor:
-    """The results of these rows of a piece; 0 for the others."""
-    nothing = torch.zeros_like(piece[0])
-    if not rows:
-        return nothing
-    own = torch.tensor(rows)
-    return nothing.index_copy(0, own, ask(*(one.index_select(0, own) for one in piece)))
-
-
-@lru_cache
-def _mask(first: int, dtype: torch.dtype) -> Tensor:
-    """0 for the tokens that each query of a short piece sees, by the place of its first query; else
-    -inf.
-
-    From booleans, torch would build this mask again at every call.
-    """
-    seen_QC = np.arange(first, first + SHORT_PIECE)[:, None] >= np.arange(first + SHORT_PIECE)
-    with torch.inference_mode(False):
-        return torch.zeros(seen_QC.shape, dtype=dtype).masked_fill_(
-            torch.from_numpy(~seen_QC), float("-inf")
-        )
+    """torch's fused attention; in a part of a segment that is `repeated`, results may be 0."""
+    if is_in_pieces(query_RHLD, key_RKLD, value_RKLD):
+        query, key, value = (x.to(_precision(x)) for x in (query_RHLD, key_RKLD, value_RKLD))
+        return attend_in_pieces(query, key, value, scaling, repeated)
+    gqa = query_RHLD.shape[1] != key_RKLD.shape[1]
+    return scaled_dot_product_attention(
+        query_RHLD, key_RKLD, value_RKLD, is_causal=True, scale=scaling, enable_gqa=gqa
+    )
 
 
 def _in_pieces(
