@@ -1,7 +1,7 @@
 """What rollout workers (`rollout.workers`) gain, and what an episode costs the controller.
 
     python benchmarks/workers.py [--episodes 64] [--workers 0 1 2] [--burn 0 5] [--turns 4 16 64]
-        [--actor] [--pause 0] [--calls]
+        [--actor] [--seconds 0] [--calls]
 
 The engine answers at once; scheduler, ledger, renderer and links are the real ones. The first table
 has turns per second with environments that compute for `--burn` milliseconds a step, for each
@@ -10,7 +10,8 @@ time, with the imports of the process that they are forked from). The second has
 controller for an episode of so many `--turns`, without workers and with most of them: until it is
 in a batch of the scheduler (of all threads, and of the event loop alone), and to make the samples
 of the batch, to measure and to write it. The threads of Ray cost by second, not by episode, and so
-do reports of live episodes: with `--pause`, steps wait for so many seconds, which costs no CPU.
+do reports of live episodes, so long episodes cost more than short ones because they last longer:
+with `--seconds`, the environment of every episode waits for so long in all, whatever its turns.
 With `--calls`, each row is played once more, and the calls of functions by the event loop are
 counted: they do not depend on what the processor's caches have kept since the last episode.
 
@@ -293,7 +294,7 @@ def main() -> None:
     parser.add_argument("--burn", type=float, nargs="+", default=[0.0, 5.0])
     parser.add_argument("--turns", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--actor", action="store_true")
-    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--calls", action="store_true")
     chosen = parser.parse_args()
     places = ["controller", "actor"] if chosen.actor else ["controller"]
@@ -331,11 +332,12 @@ def main() -> None:
         )
         for turns in chosen.turns:
             for workers, place in product((0, max(chosen.workers)), places):
-                again = partial(measure, model, workers, chosen.episodes, turns, 0.0, place=place)
-                found = run_steadily(again(pause=chosen.pause))
+                again = partial(measure, model, workers, chosen.episodes, turns, 0.0)
+                again = partial(again, place=place, pause=chosen.seconds / turns)
+                found = run_steadily(again())
                 calls = "-"
                 if chosen.calls:
-                    counted = run_steadily(again(pause=chosen.pause, calls=True))
+                    counted = run_steadily(again(calls=True))
                     calls = f"{counted.calls_per_episode:.0f}"
                 by_turns.add_row(
                     str(turns),
