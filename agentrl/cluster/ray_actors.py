@@ -8,10 +8,12 @@ import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from agentrl.cluster.call_sender import CallSender
 from agentrl.cluster.environment import allocator_variables, chosen_allocator
+from agentrl.cluster.ray_errors import errors_of_actor
 from agentrl.cluster.ray_placement import RayPlacement, Unplaced
 from agentrl.cluster.ray_process import RayProcess, Surroundings, end
 from agentrl.cluster.supervised import START_SECONDS, start_deadline
@@ -125,28 +127,19 @@ class RayWorker:
         Raises:
             WorkerDiedError: the actor is gone, or gives no sign of life.
         """
-        from ray.exceptions import RayActorError, RayTaskError
-
-        try:
+        with errors_of_actor(partial(WorkerDiedError, self.role, self.rank)):
             return await under_lease(asyncio.wrap_future(answer.future()), self.check, self.lease)
-        except RayActorError as error:
-            raise WorkerDiedError(
-                self.role, self.rank, str(error).strip().splitlines()[0]
-            ) from error
-        except RayTaskError as error:
-            raise error.cause from error  # the original error, not Ray's wrapper of it
 
     async def check(self) -> None:
         """See `Worker.check`. Another thread of the actor must answer."""
-        from ray.exceptions import RayActorError
-
         beat = self.actor.beat.options(concurrency_group="beside").remote()
         patience = self.lease if self.made else PLACE_SECONDS
         try:
             # Not `wait_for`: before Python 3.12 it loses a cancellation that arrives together with
             # the answer.
-            async with asyncio.timeout(patience):
-                await asyncio.wrap_future(beat.future())
+            with errors_of_actor(partial(WorkerDiedError, self.role, self.rank)):
+                async with asyncio.timeout(patience):
+                    await asyncio.wrap_future(beat.future())
         except TimeoutError as error:
             why = f"its process {self.pid} gave no sign of life for {patience:g} s (cluster.lease)"
             if not self.process:
@@ -154,10 +147,6 @@ class RayWorker:
                     f"Ray found no place for it in {patience:g} s; `ray status` shows what is free"
                 )
             raise WorkerDiedError(self.role, self.rank, why) from error
-        except RayActorError as error:
-            raise WorkerDiedError(
-                self.role, self.rank, str(error).strip().splitlines()[0]
-            ) from error
 
     async def stop(self) -> None:
         """Kill the actor."""

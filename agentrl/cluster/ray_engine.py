@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from agentrl.cluster.engine_door import EngineDoor
 from agentrl.cluster.ray_choices import with_held_choices
+from agentrl.cluster.ray_errors import errors_of_actor
 from agentrl.cluster.ray_process import RayProcess, Surroundings, end
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
 from agentrl.cluster.ray_receivers import RayReceivers
@@ -386,15 +387,14 @@ async def _answer_of(reference: Any) -> Any:
     Raises:
         EngineDeadError: the actor is gone.
     """
-    from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+    from ray.exceptions import TaskCancelledError
 
-    try:
-        return await asyncio.wrap_future(reference.future())
-    except RayActorError as error:
-        raise EngineDeadError(
-            f"the engine's actor is gone: {str(error).strip().splitlines()[0]}"
-        ) from error
-    except TaskCancelledError as error:
-        raise EngineDeadError("the request was cancelled in the engine's actor") from error
-    except RayTaskError as error:
-        raise error.cause from error
+    with errors_of_actor(_actor_is_gone):
+        try:
+            return await asyncio.wrap_future(reference.future())
+        except TaskCancelledError as error:
+            raise EngineDeadError("the request was cancelled in the engine's actor") from error
+
+
+def _actor_is_gone(why: str) -> EngineDeadError:
+    return EngineDeadError(f"the engine's actor is gone: {why}")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentrl.cluster.ray_errors import errors_of_actor
 from agentrl.cluster.ray_process import RayProcess, Surroundings, end
 from agentrl.cluster.workers import PLACE_SECONDS
 from agentrl.errors import EngineDeadError, WeightsError
@@ -312,11 +313,5 @@ async def _answer_of(reference: Any) -> Any:
     Raises:
         _ReceiverGoneError: the actor is gone. Its own errors are raised unchanged.
     """
-    from ray.exceptions import RayError, RayTaskError
-
-    try:
+    with errors_of_actor(_ReceiverGoneError):
         return await asyncio.wrap_future(reference.future())
-    except RayTaskError as error:
-        raise error.cause from error
-    except RayError as error:
-        raise _ReceiverGoneError(str(error).strip().splitlines()[0]) from error
