@@ -195,7 +195,7 @@ def _tools(tool: Json) -> Iterator[Mapping[str, Any]]:
             f"the tool {others[0]}", "the model has no tools of its own; describe yours"
         )
     for place, one in enumerate(tool.get("functionDeclarations") or ()):
-        if not isinstance(one, dict) or not isinstance(one.get("name"), str):
+        if "name" not in one:
             raise invalid(f"tools: the function {place} has no name")
         given = one.get("parametersJsonSchema") or _json_schema(one.get("parameters"))
         yield function(one["name"], one.get("description"), given)

@@ -7,6 +7,7 @@ checked by name.
 
 from typing import Any
 
+from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
 
@@ -61,9 +62,17 @@ class FunctionDeclaration(TypedDict, total=False):
     """A tool. Its parameters are a JSON schema, or Google's own kind of schema."""
 
     name: str
-    description: str
-    parameters: dict[str, Any]
-    parametersJsonSchema: dict[str, Any]
+    description: str | None
+    parameters: dict[str, Any] | None
+    parametersJsonSchema: dict[str, Any] | None
+
+
+class Tool(TypedDict, total=False):
+    """Tools of the program's. Its other fields, which are tools of Google's own, stay in it."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    functionDeclarations: list[FunctionDeclaration] | None
 
 
 class FunctionCallingConfig(TypedDict, total=False):
@@ -83,7 +92,7 @@ class GenerateContentRequest(TypedDict, total=False):
 
     contents: list[Content] | Content
     systemInstruction: Content
-    tools: list[dict[str, Any]]
+    tools: list[Tool]
     toolConfig: ToolConfig
     generationConfig: dict[str, Any]
     model: str

@@ -3,7 +3,8 @@
 Those types describe what Python programs may pass, and pydantic checks them as such. What comes
 over HTTP is JSON, so the same is found out in a tenth of the time: sequences are lists, objects of
 the vendor's classes cannot come, and where a field says which of several types an object has, only
-that one is tried.
+that one is tried. A list is checked up to its first wrong item: there are hundreds of findings
+about each, and a request may have millions of items.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,9 +40,11 @@ def _for_json(schema: Any, defined: Mapping[str, Schema]) -> Any:
         return type(schema)(_for_json(one, defined) for one in schema)
     if not isinstance(schema, dict):
         return schema
-    changed = {key: _for_json(one, defined) for key, one in schema.items() if key != "metadata"}
-    if schema.get("type") == "generator":
-        return changed | {"type": "list"}
+    # A schema's own metadata say nothing here; of fields, one may have that name.
+    left_out = ("metadata",) if isinstance(schema.get("type"), str) else ()
+    changed = {key: _for_json(one, defined) for key, one in schema.items() if key not in left_out}
+    if schema.get("type") in ("generator", "list"):
+        return changed | {"type": "list", "fail_fast": True}
     if schema.get("type") == "union":
         return _told_apart(changed, defined)
     return changed

@@ -143,6 +143,10 @@ def test_lengths_and_models_are_told():
     ("fields", "named"),
     [
         ({"tools": [{"googleSearch": {}}]}, "the tool googleSearch"),
+        ({"tools": [{"functionDeclarations": 5}]}, "tools.0.functionDeclarations"),
+        ({"tools": [{"functionDeclarations": [{"description": "a"}]}]}, "has no name"),
+        ({"tools": [{"functionDeclarations": [{"name": 5}]}]}, "functionDeclarations.0.name"),
+        ({"tools": [{"functionDeclarations": [{"name": "f", "description": 5}]}]}, "description"),
         ({"cachedContent": "x"}, "cachedContent"),
         ({"generationConfig": {"presencePenalty": 1}}, "presencePenalty"),
         ({"generationConfig": {"topP": "x"}}, "generationConfig.topP"),

@@ -6,6 +6,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from agentrl.gateway.anthropic_messages import MESSAGES
+from agentrl.gateway.google_content import GENERATE
 from agentrl.gateway.openai_chat import CHAT
 from agentrl.gateway.openai_responses import RESPONSES
 from agentrl.gateway.vendor_types import checker
@@ -84,6 +85,9 @@ CASES = [
         tools=[{"name": "f", "input_schema": {"type": "object"}}],
     ),
     *(responses([item]) for item in [*ITEMS, *WRONG]),
+    *(chat(messages=[], metadata=metadata) for metadata in ({"a": "b"}, {"a": 5}, 5)),
+    *(claude(metadata=metadata) for metadata in ({"user_id": "b"}, {"user_id": 5})),
+    *(responses("a", metadata=metadata) for metadata in ({"a": "b"}, {"a": 5})),
     responses(
         "a",
         stream=True,
@@ -121,3 +125,22 @@ def in_lists(value):
     if isinstance(value, str | int | float) or value is None:
         return value
     return [in_lists(one) for one in value]
+
+
+@pytest.mark.parametrize("wrong", [5, {}], ids=["no object", "an empty one"])
+@pytest.mark.parametrize(
+    ("protocol", "field"),
+    [(CHAT, "messages"), (MESSAGES, "messages"), (RESPONSES, "input"), (GENERATE, "contents")],
+)
+def test_a_list_is_checked_up_to_its_first_wrong_item(protocol: WireProtocol, field, wrong):
+    """A finding takes a hundred bytes, and a request may have millions of wrong items, each wrong
+    in hundreds of ways.
+    """
+
+    def findings(count: int) -> int:
+        body = {"model": "m", "max_tokens": 5, field: [wrong] * count, "tools": [5] * count}
+        with pytest.raises(ValidationError) as refused:
+            checker(protocol.type_name, False).validate_python(body)
+        return refused.value.error_count()
+
+    assert findings(1000) == findings(1)
