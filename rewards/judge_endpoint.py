@@ -11,7 +11,6 @@ budget and ends as a `RewardError`. No verdict is ever made up.
 
 import asyncio
 import json
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
@@ -27,6 +26,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.errors import AgentRLError, ConfigError, RewardError
+from agentrl.net.credentials import secret_in
 from agentrl.net.http_client import http_client, proxy_note
 from agentrl.net.openai_wire import ChatAnswer, ServedModels, TokenUsage
 from agentrl.rewards.judge_cache import VerdictCache, question_key
@@ -286,11 +286,13 @@ class JudgeEndpoint:
 
     def _read_key(self) -> str:
         variable = self._config.api_key_env
-        if variable is not None and not os.environ.get(variable):
+        if variable is None:
+            return ""
+        if not (key := secret_in(variable)):
             raise ConfigError(
                 f"the judge's api_key_env={variable}, but no such environment variable is set"
             )
-        return os.environ[variable] if variable is not None else ""
+        return key
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
@@ -349,7 +351,7 @@ def _retry_after(detail: str) -> float:
     """
     with suppress(ValueError):
         return max(0.0, float(detail))
-    with suppress(ValueError):
+    with suppress(ValueError, OverflowError):  # the latter for a zone beyond all numbers
         date = parsedate_to_datetime(detail)
         # The zone -0000 says nothing about a place.
         date = date if date.tzinfo else date.replace(tzinfo=UTC)

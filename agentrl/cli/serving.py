@@ -1,7 +1,6 @@
 """`agentrl serve` and `agentrl gateway`."""
 
 import asyncio
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from agentrl.cli.run_folders import model_to_evaluate, output, run_config
 from agentrl.config.from_file import load_config
 from agentrl.flow import run_steadily
 from agentrl.flow.stop_signals import handle_stop_signals
+from agentrl.net.credentials import secret_in
 from agentrl.protocols import Isolation
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def serve(  # noqa: PLR0917  typer calls it by name
         pictures=pictures,
         host=host,
         port=port,
-        token=os.environ.get(token_env),
+        token=secret_in(token_env) or None,
         limits=ServerLimits(
             max_sessions=max_sessions,
             max_processes=max_processes,
@@ -187,7 +187,7 @@ def gateway(  # noqa: PLR0917  typer calls it by name
         *(f"{name}={value}" for name, value in given.items() if value is not None),
     ]
     loaded = load_config(run_config(run) if run.is_dir() else run, chosen)
-    model, token = model_to_evaluate(run, loaded, step), os.environ.get(token_env, "")
+    model, token = model_to_evaluate(run, loaded, step), secret_in(token_env)
     check_reach(
         "gateway.host",
         loaded.config.gateway.host,

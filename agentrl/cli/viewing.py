@@ -1,7 +1,6 @@
 """Commands that look at runs: `view`, `profile`, `report`, `export-episodes`."""
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +10,7 @@ from rich.markup import escape
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import output, run_config
 from agentrl.errors import ConfigError
+from agentrl.net.credentials import secret_in
 
 
 def view(
@@ -32,7 +32,7 @@ def view(
     from agentrl.viewer.folders import find_runs
     from agentrl.viewer.server import PageServer
 
-    token, places = os.environ.get(token_env), runs or [Path("runs")]
+    token, places = secret_in(token_env) or None, runs or [Path("runs")]
 
     def said(url: str) -> None:
         console.print(f"{url}  (Ctrl-C ends it)", highlight=False, soft_wrap=True)

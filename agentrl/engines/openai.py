@@ -16,7 +16,6 @@ Start a vLLM server with these options:
 """
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -30,6 +29,7 @@ from pydantic_core import to_json
 from agentrl.conversation.eyes import Eyes, seeing_family
 from agentrl.engines.admission import max_new_tokens
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, ImagesRefusedError
+from agentrl.net.credentials import secret_in
 from agentrl.net.http_client import proxy_note
 from agentrl.net.openai_wire import CompletionAnswer, GeneratedAnswer, ServedModels
 from agentrl.placement.footprint import EngineLayout
@@ -119,11 +119,11 @@ class OpenAIEngine(Engine):
     async def __aenter__(self) -> Self:
         headers = {"Content-Type": "application/json"}
         if (variable := self._config.api_key_env) is not None:
-            if variable not in os.environ:
+            if not (key := secret_in(variable)):
                 raise ConfigError(
                     f"engine.api_key_env={variable}, but no such environment variable is set"
                 )
-            headers["Authorization"] = f"Bearer {os.environ[variable]}"
+            headers["Authorization"] = f"Bearer {key}"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self._config.connections),
             # The caller sets the overall deadline.

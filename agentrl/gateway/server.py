@@ -17,7 +17,6 @@ key of its episode, as `Authorization: Bearer`, `x-api-key` or `x-goog-api-key`,
 
 import asyncio
 import hmac
-import os
 import re
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -52,6 +51,7 @@ from agentrl.gateway.remote_agents import RemoteAgents
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.gateway.wire import WireProtocol, WireRequest, invalid
+from agentrl.net.credentials import secret_in
 from agentrl.package.distribution import install_command
 from agentrl.remote.gate import RequestGate, idle_timeout
 from agentrl.remote.http_server import check_reach, url_of
@@ -163,8 +163,9 @@ class CallEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or raise the refusal."""
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        headers = {  # of several with one name the first counts, as at the other paths
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in reversed(scope["headers"])
         }
         session = self.registry.session(_key(headers) or _key_in_query(scope))
         asked = await _read(self.protocol, receive, session, _said_by_path(scope))
@@ -312,7 +313,7 @@ def _token(config: GatewayConfig, agents: RemoteAgents | None) -> str:
     Raises:
         ConfigError: it is needed, and there is none.
     """
-    token = os.environ.get(config.token_env, "") if config.token_env else ""
+    token = secret_in(config.token_env) if config.token_env else ""
     if config.token_env and not token:
         raise ConfigError(
             f"gateway.token_env: the environment variable {config.token_env} is not set"
@@ -390,14 +391,23 @@ async def _read_post(kind: type[_Posted], request: Request) -> _Posted:
     """The body of a request, whatever its headers say that it is: curl says something else unless
     it is told.
     """
+    body = await request.body()
+    if len(body) > _LONG:  # each field that there is not is a finding, which costs microseconds
+        raise CallRefusedError(
+            413, "request_too_large", f"the body is longer than {_LONG} bytes: it has few fields"
+        )
     try:
-        return kind.model_validate_json(await request.body())
+        return kind.model_validate_json(body)
     except ValidationError as error:
         wrong = (
             f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}"
-            for one in error.errors()
+            for one in error.errors()[:_MOST_FINDINGS]
         )
         raise invalid("; ".join(wrong)) from None
+
+
+_MOST_FINDINGS = 3
+"""What is wrong with a body, of which a refusal says so much."""
 
 
 def _body_of(kind: type[BaseModel]) -> dict[str, Any]:
@@ -563,7 +573,7 @@ async def _read(
 
 
 _LONG = 64 << 10
-"""Bytes of a request that is read beside the event loop."""
+"""Bytes of a call that is read beside the event loop, and of what is no call and is refused."""
 
 
 _ANSWERS: dict[str, Any] = {
@@ -598,11 +608,12 @@ def _describe_body(protocol: WireProtocol) -> dict[str, Any]:
 
 
 def _key(headers: Mapping[str, str]) -> str:
-    """The key that a request carries."""
-    if _GOOGLES_KEY in headers:
-        return headers[_GOOGLES_KEY]
+    """The key that a request carries. Some clients send the header of a key that they do not have,
+    which is empty, beside another.
+    """
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    bearer = key.strip() if scheme.lower() == "bearer" else ""
+    return headers.get(_GOOGLES_KEY) or bearer or headers.get("x-api-key", "")
 
 
 def _add_refusals(app: FastAPI) -> None:

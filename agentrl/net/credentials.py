@@ -1,7 +1,8 @@
-"""Credentials do not belong into addresses: those are written into `config.yaml`, logs, errors and
-trackers.
+"""Credentials: they stand in environment variables, and in no address, because addresses are
+written into `config.yaml`, logs, errors and trackers.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -37,6 +38,25 @@ def refuse_credentials(value: Any, where: str) -> None:
         case list() | tuple():
             for part in value:
                 refuse_credentials(part, where)
+
+
+def secret_in(variable: str) -> str:
+    """The key or token in an environment variable, as a header can carry it; empty if there is
+    none.
+
+    White space around it is dropped: it is a file's last line break, and no header keeps it.
+
+    Raises:
+        ConfigError: it has characters that no header has. The message names the variable, and
+        nothing of what is in it.
+    """
+    secret = os.environ.get(variable, "").strip()
+    if not (secret.isascii() and secret.isprintable()):
+        raise ConfigError(
+            f"the environment variable {variable} holds a key or token with characters that no"
+            " HTTP header may have (a line break, or a letter beyond ASCII): write it again"
+        )
+    return secret
 
 
 def without_credentials(text: str) -> str:

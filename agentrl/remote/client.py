@@ -1,7 +1,6 @@
 """`RemoteEnv`: an environment that runs on an `agentrl serve` server."""
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pydantic_core import from_json, to_json
 from agentrl.errors import ConfigError, EnvError, LethalTaskError
 from agentrl.flow import Suspect, Suspicion
 from agentrl.hosting.calls import calls_taken
+from agentrl.net.credentials import secret_in
 from agentrl.protocols.env import Env, ResetResult, StepResult
 from agentrl.remote.choice import FullError, LostError, UnreachableError, open_at_any
 from agentrl.remote.link import Link, link_to
@@ -77,7 +77,7 @@ class RemoteEnv:
         self.restorable = False
         """The environment can go back to its states; known after `reset`."""
         self._urls = tuple(server_url(url, _ADDRESS) for url in urls)
-        self._token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
+        self._token = token if token is not None else secret_in(TOKEN_VARIABLE) or None
         self._lease: _Lease | None = None
         self._suspect = Suspect("no episode", bytes)
         """The task that is being played, of which a server may die."""
@@ -300,9 +300,9 @@ async def _open(link: Link) -> _Lease:
 
 def _read(shape: TypeAdapter[_Answer], reply: ReplyFrame) -> _Answer:
     if reply.status == 424:
-        raise ConfigError(f"the remote environment: {reply.body.get('detail')}")
+        raise ConfigError(f"the remote environment: {reply.body.get('detail')!s:.2000}")
     if reply.status != 200:
-        said = f"the remote environment answered {reply.status}: {reply.body.get('detail')}"
+        said = f"the remote environment answered {reply.status}: {reply.body.get('detail')!s:.2000}"
         failure = _FAILURES.get(reply.status)
         if failure is not None:
             raise failure(f"{said} ({STATUSES[reply.status]})")

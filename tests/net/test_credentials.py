@@ -8,7 +8,7 @@ import pytest
 from agentrl import cli, plugins
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
-from agentrl.net.credentials import refuse_credentials, without_credentials
+from agentrl.net.credentials import refuse_credentials, secret_in, without_credentials
 from agentrl.remote.client import RemoteEnv
 
 SECRET = "hunter2"
@@ -78,3 +78,22 @@ def test_code_that_names_an_environment_is_told_too() -> None:
         with pytest.raises(ConfigError, match="contains credentials") as refused:
             make(f"http://me:{SECRET}@games.example")
         assert SECRET not in str(refused.value)
+
+
+def test_a_secret_is_read_without_the_line_break_of_its_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("A_KEY", f" {SECRET}\r\n")
+    assert secret_in("A_KEY") == SECRET
+    monkeypatch.delenv("A_KEY")
+    assert secret_in("A_KEY") == ""
+
+
+@pytest.mark.parametrize("more", ["\nX-Evil: 1", "\r\n\r\n", "é", "\u200b", "\x7f", "\t"])
+def test_a_secret_that_no_header_can_carry_is_refused_and_not_repeated(
+    more: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_KEY", f"{SECRET}{more}{SECRET}")
+    with pytest.raises(ConfigError, match="A_KEY") as refused:
+        secret_in("A_KEY")
+    assert SECRET not in str(refused.value)

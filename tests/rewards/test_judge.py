@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -72,6 +73,10 @@ def pairwise(server: JudgeServer, tmp_path: Path, **settings: Any) -> PairwiseJu
 
 def levels(correct: int, copy: int = 10, seconds: float = 0.0) -> JudgeReply:
     return JudgeReply.json({"levels": {"correct": correct, "copy": copy}}, seconds)
+
+
+def levels_of_usage(tokens: int) -> JudgeReply:
+    return replace(levels(10), prompt_tokens=tokens)
 
 
 async def all_of(asked: Sequence[Awaitable[Any]]) -> list[Any]:
@@ -258,6 +263,8 @@ def test_what_changes_the_question_is_asked_anew(tmp_path: Path) -> None:
             "unreadable",
         ),
         (JudgeReply("x" * (9 << 20)), "unreadable"),
+        (levels_of_usage(10**400), "unreadable"),
+        (levels_of_usage(-1), "unreadable"),
         (JudgeReply(fault="drop"), "unreachable"),
         (JudgeReply(fault="hang"), "unreachable"),
     ],
@@ -273,6 +280,8 @@ def test_what_changes_the_question_is_asked_anew(tmp_path: Path) -> None:
         "a key twice",
         "deep twice",
         "too long",
+        "too many tokens",
+        "fewer than no tokens",
         "dropped",
         "hung",
     ],
@@ -551,7 +560,11 @@ def test_the_key_stands_in_no_file_no_log_and_no_error(
             with pytest.raises(ConfigError, match=r"\*\*\*") as refused:
                 await rubric(server, tmp_path, api_key_env="JUDGE_KEY").__aenter__()
             said.append(str(refused.value))
-            monkeypatch.setenv("JUDGE_KEY", secret)
+            monkeypatch.setenv("JUDGE_KEY", f"{secret}\nand-more")
+            with pytest.raises(ConfigError, match="JUDGE_KEY") as refused:
+                await rubric(server, tmp_path, api_key_env="JUDGE_KEY").__aenter__()
+            said.append(str(refused.value))
+            monkeypatch.setenv("JUDGE_KEY", f"{secret}\n")  # as files end
             judge = rubric(server, tmp_path, api_key_env="JUDGE_KEY")
             async with judge:
                 await judge.score(trajectory("42"))
@@ -631,16 +644,18 @@ def test_a_server_may_say_by_a_date_when_it_wants_to_be_asked_again(tmp_path: Pa
     past, next_week = (
         format_datetime(datetime.now(UTC) + timedelta(days=days), usegmt=True) for days in (-2, 7)
     )
+    no_zone = f"{past.removesuffix('GMT')}+{'9' * 20}"
     # It ends in -0000.
     without_zone = format_datetime(datetime.now(UTC).replace(tzinfo=None) - timedelta(days=2))
     busy = [
-        JudgeReply(status=429, retry_after=when) for when in (past, without_zone, "soon", next_week)
+        JudgeReply(status=429, retry_after=when)
+        for when in (past, without_zone, "soon", "-5", "nan", no_zone, next_week)
     ]
 
     async def main() -> None:
         async with JudgeServer(script_of(*busy)) as server, rubric(server, tmp_path) as judge:
             # The week is longer than the budget.
-            with pytest.raises(RewardError, match="asked 4 times"):
+            with pytest.raises(RewardError, match="asked 7 times"):
                 await judge.score(trajectory("42"))
 
     asyncio.run(main())

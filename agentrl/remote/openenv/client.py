@@ -3,7 +3,6 @@
 """
 
 import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import Suspect, now
 from agentrl.hosting.calls import calls_taken
 from agentrl.hosting.observations import IMAGES
+from agentrl.net.credentials import secret_in
 from agentrl.protocols.env import Env, ResetResult, StepResult
 from agentrl.remote.choice import REST_SECONDS, FullError, LostError, open_at_any
 from agentrl.remote.client import suspicion
@@ -72,7 +72,7 @@ class OpenEnv:
         self.tools: Sequence[Mapping[str, Any]] = ()
         self.calls_made: Sequence[MadeCall] | None = None
         self._urls = tuple(server_url(url, _ADDRESS) for url in urls)
-        self._token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
+        self._token = token if token is not None else secret_in(TOKEN_VARIABLE) or None
         self._socket: Socket | None = None
         self._playing = False
         self._pictures = False
