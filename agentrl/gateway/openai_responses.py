@@ -117,7 +117,8 @@ def _as_typed(body: Json, session: AgentSession) -> Json:
     tools with all fields.
 
     OpenAI's server does not need `strict` and `parameters`, and some libraries leave them out.
-    Others send, instead of what the model has said, references to it.
+    Others send, instead of what the model has said, references to it, or send it back with its text
+    alone.
     """
     text, tools, items = body.get("text"), body.get("tools"), body.get("input")
     if isinstance(items, list) and any(map(_is_reference, items)):
@@ -130,6 +131,8 @@ def _as_typed(body: Json, session: AgentSession) -> Json:
         body = body | {
             "input": [_resolve_reference(item, known, place) for place, item in enumerate(items)]
         }
+    if isinstance(body.get("input"), list):
+        body = body | {"input": [*map(_with_own_fields, body["input"])]}
     if isinstance(text, dict):
         left = {
             key: value for key, value in text.items() if key != "verbosity" and value is not None
@@ -149,6 +152,29 @@ def _with_all_fields(tool: Json) -> Json:
     return {"strict": False, "parameters": {}} | {
         name: value for name, value in tool.items() if value is not None
     }
+
+
+def _with_own_fields(item: Any) -> Any:
+    """An item with the fields that the type requires and OpenAI's server does not."""
+    if not isinstance(item, dict):
+        return item
+    if item.get("type") == "reasoning":
+        return {"id": "", "summary": []} | item
+    content = item.get("content")
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return item
+    parts = [_OF_PARTS.get(str(part.get("type")), {}) | part for part in content]
+    is_answer = item.get("role") == "assistant" and bool(parts)
+    if is_answer and all(part.get("type") in ("output_text", "refusal") for part in parts):
+        item = {"type": "message", "id": "", "status": "completed"} | item
+    return item | {"content": parts}
+
+
+_OF_PARTS: Mapping[str, Json] = {
+    "output_text": {"annotations": []},
+    "input_image": {"detail": "auto"},
+}
+"""What a part has that says nothing else."""
 
 
 def _is_reference(item: Any) -> bool:

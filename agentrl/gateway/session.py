@@ -237,7 +237,11 @@ class AgentSession:
     def _pending_of(self, request: ChatRequest) -> _Pending:
         place = self.tree.place(request)
         pending = self._by_request.get(request.request_id) if request.request_id else None
-        if pending is not None and pending.digest != place.digest:
+        if pending is not None and (pending.digest, pending.options, pending.count) != (
+            place.digest,
+            request.options,
+            request.count,
+        ):
             raise CallRefusedError(
                 409,
                 "idempotency_mismatch",

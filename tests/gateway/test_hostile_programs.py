@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from agentrl.gateway.config import GatewayConfig
-from agentrl.trajectory import Terminated
+from agentrl.trajectory import Failed, Terminated
 from tests.gateway.served import saying, served
 from tests.processes import PATIENCE_SECONDS
 
@@ -149,6 +149,78 @@ def test_a_page_of_another_site_may_send_nothing_and_is_told_so_by_each_protocol
         return 1.0
 
     assert served(play, saying("left"))[0].status == Terminated()
+
+
+def test_a_reward_with_endless_fields_is_refused_unread_and_another_says_three_of_them():
+    fields = {f"field{number}": 1 for number in range(5000)}
+
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            url = f"{assignment.url}/v1/rewards"
+            refused = await client.post(url, json={"reward": 1.0, **fields})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                413,
+                "request_too_large",
+            )
+            few = dict([*fields.items()][:50])
+            refused = await client.post(url, json={"reward": 1.0, **few})
+            assert refused.json()["error"]["message"] == "; ".join(
+                f"field{number}: Extra inputs are not permitted" for number in range(3)
+            )
+            await client.post("/chat/completions", json=BODY)
+
+    trajectory, session = served(play, saying("left"))
+    assert session.outcome is None
+    assert isinstance(trajectory.status, Failed)  # no reward came
+
+
+def test_of_keys_in_several_headers_one_that_is_there_counts_and_the_same_one_at_all_paths():
+    async def play(assignment):
+        key, asked = assignment.api_key, {**BODY, "max_tokens": 5}
+        told = [
+            [("authorization", "Bearer"), ("x-api-key", key)],
+            [("x-goog-api-key", ""), ("authorization", f"Bearer {key}")],
+            [("authorization", f"Bearer {key}"), ("authorization", "Bearer of another")],
+            [("authorization", "Bearer of another"), ("authorization", f"Bearer {key}")],
+        ]
+        async with httpx.AsyncClient(base_url=assignment.url, timeout=PATIENCE_SECONDS) as client:
+            statuses = [
+                [
+                    (await client.post(path, json=body, headers=headers)).status_code
+                    for path, body in (
+                        ("/v1/chat/completions", asked),
+                        ("/v1/messages/count_tokens", BODY),
+                    )
+                ]
+                for headers in told
+            ]
+        assert statuses == [[200, 200], [200, 200], [200, 200], [401, 401]]
+        return 1.0
+
+    assert served(play, saying("left"))[0].status == Terminated()
+
+
+def test_a_request_id_that_comes_with_another_count_or_protocol_is_a_conflict():
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            client.headers["idempotency-key"] = "one"
+            path, twice = "/chat/completions", {**BODY, "n": 2}
+            assert (await client.post(path, json=twice)).status_code == 200
+            refused = await client.post(path, json=BODY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                409,
+                "idempotency_mismatch",
+            )
+            # There, an answer has one choice.
+            refused = await client.post("/messages", json={**BODY, "max_tokens": 4096})
+            assert refused.status_code == 409
+            choices = (await client.post(path, json=twice)).json()["choices"]
+            assert [choice["message"]["content"] for choice in choices] == ["left", "left"]
+        return 1.0
+
+    engine = saying("left")
+    assert served(play, engine)[0].status == Terminated()
+    assert len(engine.requests) == 2
 
 
 @pytest.mark.parametrize(

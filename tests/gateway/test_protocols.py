@@ -494,6 +494,28 @@ def test_a_reference_to_an_item_of_an_answer_stands_for_the_item():
     assert [call.kind for call in session.tree.calls] == ["start", "extension"]
 
 
+def test_an_answer_sent_back_without_the_ids_of_its_items_extends_the_conversation():
+    """OpenAI's server takes it like that, and Codex sends it so where nothing is stored."""
+
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            items = [{"role": "user", "content": "Which way?"}]
+            answer = await client.responses.create(model="policy", input=items)
+            said = {"type": "output_text", "text": answer.output_text}
+            items += [
+                {"type": "reasoning", "encrypted_content": "none of ours"},
+                {"role": "assistant", "content": [said]},
+                {"role": "user", "content": [{"type": "input_text", "text": "And then?"}]},
+            ]
+            await client.responses.create(model="policy", input=items)
+        return 1.0
+
+    trajectory, session = served(play, saying("left", "right"))
+    assert trajectory.status == Terminated()
+    assert [call.kind for call in session.tree.calls] == ["start", "extension"]
+    assert len(trajectory.turns) == 2
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_responses_with_tools_extend_one_conversation(streams):
     async def play(assignment):

@@ -12,6 +12,7 @@ from agentrl.cli.serving import gateway
 from agentrl.flow import Flow, now, run_virtual
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.public_sessions import PublicSessionRegistry
+from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.server import _listener, serving
 from agentrl.recipes.preferences import PreferencesConfig, read_preferences
 from agentrl.recipes.serve_policy import Recordings, write_regularly
@@ -23,14 +24,14 @@ from tests.processes import PATIENCE_SECONDS
 QUESTION = [{"role": "user", "content": "Which way?"}]
 
 
-def desk_of(engine, recordings, flow, **config) -> PublicSessionRegistry:
+def desk_of(engine, recordings, flow, token="secret", **config) -> PublicSessionRegistry:
     sampling = SamplingParams(max_tokens=64, stop_token_ids=RENDERER.stop_token_ids)
     policy = EnginePolicy(engine, sampling, 60.0, trained=False)
     return PublicSessionRegistry(
         GatewayConfig(**config),
         policy=policy,
         renderer=RENDERER,
-        token="secret",
+        token=token,
         seed=0,
         ended=recordings.add,
         calls=flow,
@@ -204,5 +205,19 @@ def test_an_answer_in_several_packets_waits_for_no_confirmation_of_the_first():
             _, writer = await asyncio.open_connection(*listener.getsockname()[:2])
             assert await options.get() != 0
             writer.close()
+
+    asyncio.run(main())
+
+
+def test_a_token_may_have_colons_and_what_only_begins_like_it_is_none(tmp_path):
+    async def main():
+        registry = desk_of(saying("left"), Recordings(tmp_path), Flow("calls"), token="me:secret")
+        good = registry.session("me:secret:good")
+        assert good.episode.id == "good-1"
+        assert registry.session("me:secret:good") is good
+        assert registry.session("me:secret") is registry.session("me:secret:") is not good
+        for wrong in ("me:good", "me", "", "me:secretgood", "me:secre:good", "me:wrong!:good"):
+            with pytest.raises(CallRefusedError, match="token"):
+                registry.session(wrong)
 
     asyncio.run(main())
