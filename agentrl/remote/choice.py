@@ -78,7 +78,7 @@ async def open_at_any(
             try:
                 return await open_at(server)
             except FullError as error:
-                retries.append(error.retry_seconds or pause)
+                retries.append(_seconds_until_retry(error.retry_seconds, pause))
             except LostError as error:
                 problems.append(str(error))
         if not retries:
@@ -89,3 +89,12 @@ async def open_at_any(
         with waiting(), waiting_for(full):
             await asyncio.sleep(min(retries))
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _seconds_until_retry(asked: float | None, pause: float) -> float:
+    """The time that a full server asks for, if it makes sense: none is asked without pause, and
+    none is left alone for longer than a reset waits for it.
+    """
+    if asked is None or not asked > 0:  # NaN is no time either
+        return pause
+    return min(max(asked, _FIRST_PAUSE_SECONDS), FULL_SECONDS)

@@ -10,10 +10,10 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import FailFast, TypeAdapter, ValidationError
 from pydantic_core import to_json
 from websockets.exceptions import InvalidHandshake, InvalidStatus
 
@@ -30,7 +30,8 @@ LARGEST_ANSWER_BYTES = 64 << 20
 _LEAST_FRAME_BYTES = 1024
 """Size that every server accepts; the answer to `open` states the server's actual limit."""
 
-_REPLIES: TypeAdapter[list[ReplyFrame]] = TypeAdapter(list[ReplyFrame])
+_REPLIES: TypeAdapter[list[ReplyFrame]] = TypeAdapter(Annotated[list[ReplyFrame], FailFast()])
+"""Reads a frame of answers, up to the first that is none: a frame may hold millions."""
 
 
 class Link(Loaded):
@@ -308,7 +309,7 @@ class Line:
             return
         for reply in replies:
             if reply.id is None:  # the server could not tell which request it answers
-                said = f"it answered {reply.status}: {reply.body.get('detail')}"
+                said = f"it answered {reply.status}: {reply.body.get('detail')!s:.2000}"
                 self.connection.drop(LostConnectionError(said))
                 return
             future = self._waiting.get(reply.id)

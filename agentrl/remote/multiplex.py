@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 _FRAME_BYTES = 1 << 20
 """Size limit of a frame of answers; one answer that is longer exceeds it."""
 
+_LONGEST_DETAIL = 2000
+"""Characters of what is said about a frame that cannot be read: its text may repeat all of it."""
+
 
 class Multiplexed:
     """One client's WebSocket.
@@ -64,7 +67,7 @@ class Multiplexed:
                 frames = FRAMES.validate_json(message)
             except ValidationError as error:
                 await self._admit()
-                self._send(self._refusal_frame(None, Refusal(422, str(error))))
+                self._send(self._refusal_frame(None, Refusal(422, str(error)[:_LONGEST_DETAIL])))
                 continue
             for frame in frames:
                 await self._admit()

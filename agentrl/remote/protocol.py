@@ -28,7 +28,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    Strict,
+    TypeAdapter,
+)
 
 from agentrl.errors import ConfigError
 from agentrl.net.credentials import refuse_credentials
@@ -84,6 +93,19 @@ Whole = Annotated[int, BeforeValidator(_whole), Field(strict=True)]
 """An integer as defined by JSON Schema: 7 and 7.0, but not true or "7"."""
 
 
+def _written(text: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("half of a surrogate pair is no character") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_written)]
+"""A text that can be sent on, which one of JSON's escapes may not be: "\\ud83d" alone."""
+
+
 def _kept(options: dict[str, Any]) -> dict[str, Any]:
     check_plain(options)
     return options
@@ -108,7 +130,7 @@ class Step(_Message):
 
     seq: Whole = Field(ge=1)
     """One more than the `seq` of the session's last reset or step."""
-    action: str
+    action: Text
 
 
 class SaveState(_Message):
@@ -172,9 +194,10 @@ class Stepped:
     """The answer to the model's message."""
 
     observation: str
-    reward: float
-    terminated: bool
-    truncated: bool
+    reward: Annotated[float, Strict()]
+    """A number: neither true nor "1" is one, as in an environment's own reply."""
+    terminated: Annotated[bool, Strict()]
+    truncated: Annotated[bool, Strict()]
     info: dict[str, Any]
 
 
@@ -234,9 +257,13 @@ class CloseFrame(_Message):
 
 Frame = OpenFrame | ResetFrame | StepFrame | SnapshotFrame | RestoreFrame | CloseFrame
 FRAMES: TypeAdapter[list[Frame]] = TypeAdapter(
-    Annotated[list[Annotated[Frame, Field(discriminator="op")]], Field(max_length=MOST_MESSAGES)]
+    Annotated[
+        list[Annotated[Frame, Field(discriminator="op")]],
+        Field(max_length=MOST_MESSAGES),
+        FailFast(),
+    ]
 )
-"""Reads a frame of requests from a WebSocket."""
+"""Reads a frame of requests from a WebSocket, up to the first that is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

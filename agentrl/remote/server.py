@@ -169,6 +169,10 @@ def create_app(
     return app
 
 
+_MOST_FINDINGS = 10
+"""What is wrong with a body, of which a refusal says so much: a body may be wrong in all its parts.
+"""
+
 _OF_CALLS = (404, 409, 410, 422, 500, 502, 504)
 """Statuses that any call of a session may have."""
 
@@ -259,8 +263,10 @@ def _add_refusals(app: FastAPI, sessions: Sessions) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def refuse_shape(request: Request, error: RequestValidationError) -> JSONResponse:
-        wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        return say(422, "; ".join(wrong))
+        first = error.errors()[:_MOST_FINDINGS]
+        return say(
+            422, "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in first)
+        )
 
     @app.exception_handler(HTTPException)
     async def refuse_otherwise(request: Request, error: HTTPException) -> JSONResponse:

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from agentrl.envs.frozen_lake import FrozenLake
 from agentrl.errors import DeadlineError, EnvError
+from agentrl.flow import now
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.live_env import LiveEnv
-from agentrl.remote import link
+from agentrl.remote import choice, link
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.protocol import MOST_MESSAGES, packed
 from tests.remote.served import served
@@ -135,6 +137,17 @@ async def _farewell(client: ServerConnection) -> None:
     await client.close(1011, "tired")
 
 
+async def _millions(client: ServerConnection) -> None:
+    async for _ in client:
+        await client.send(f"[{','.join(['5'] * 50_000)}]")
+
+
+async def _verbose(client: ServerConnection) -> None:
+    async for frame in client:
+        number, said = json.loads(frame)[0]["id"], {"detail": "x" * 1_000_000}
+        await client.send(json.dumps([{"id": number, "status": 500, "body": said}]))
+
+
 async def _no_shape(client: ServerConnection) -> None:
     async for frame in client:
         await client.send(
@@ -149,16 +162,102 @@ async def _no_shape(client: ServerConnection) -> None:
         (_unknown, "422: what is this"),
         (_farewell, "1011 tired"),
         (_no_shape, "should not have"),
+        (_millions, "no list of replies"),
+        (_verbose, "answered 500: xxx"),
     ],
 )
 def test_a_server_that_answers_nonsense_is_an_env_error_and_not_a_wait(handler, says):
     async def main() -> None:
         async with asyncio.timeout(60), serve(handler, "127.0.0.1", 0) as server:
             port = next(iter(server.sockets)).getsockname()[1]
-            with pytest.raises(EnvError, match=says):
+            with pytest.raises(EnvError, match=says) as failed:
                 await RemoteEnv([f"http://127.0.0.1:{port}"]).reset(seed=1, options={})
+            assert len(str(failed.value)) < 3000  # it is kept with the episode
 
     asyncio.run(main())
+
+
+def _answering(**stepped: Any) -> Callable[[ServerConnection], Awaitable[None]]:
+    """A server whose steps are answered with these fields."""
+    bodies = {
+        "open": {"session": "s", "idle_seconds": 9.0, "max_body_bytes": 9999},
+        "reset": {"observation": "o", "info": {}, "system_prompt": "", "tools": []},
+        "step": {
+            "observation": "o",
+            "reward": 0.5,
+            "terminated": False,
+            "truncated": False,
+            "info": {},
+            **stepped,
+        },
+    }
+
+    async def serve_frames(client: ServerConnection) -> None:
+        async for frame in client:
+            asked = [one for one in json.loads(frame) if one["op"] in bodies]
+            answers = [{"id": one["id"], "status": 200, "body": bodies[one["op"]]} for one in asked]
+            await client.send(json.dumps(answers))
+
+    return serve_frames
+
+
+@pytest.mark.parametrize(
+    "stepped",
+    [
+        *({"reward": reward} for reward in ("1", True, None, [1.0], 10**400, float("nan"))),
+        {"terminated": "yes"},
+        {"truncated": 1},
+        {"observation": 5},
+    ],
+    ids=str,
+)
+def test_what_is_no_number_pays_nothing_and_what_is_no_bool_ends_nothing(stepped):
+    async def step(fields: dict[str, Any]) -> Any:
+        async with asyncio.timeout(60), serve(_answering(**fields), "127.0.0.1", 0) as server:
+            port = next(iter(server.sockets)).getsockname()[1]
+            live = LiveEnv(RemoteEnv([f"http://127.0.0.1:{port}"]), EnvDeadlines())
+            await live.reset(1, {})
+            try:
+                return await live.step("a")
+            finally:
+                await live.close()
+
+    assert asyncio.run(step({"reward": 1}))[1] == 1.0
+    with pytest.raises(EnvError):
+        asyncio.run(step(stepped))
+
+
+@pytest.mark.parametrize(
+    ("asked", "waited"),
+    [
+        *((nothing, 1.0) for nothing in (None, 0.0, -5.0, float("nan"))),
+        *((too_long, choice.FULL_SECONDS) for too_long in (1e9, float("inf"))),
+        (1e-9, 0.05),
+        (3.0, 3.0),
+    ],
+)
+def test_a_full_server_is_neither_asked_without_pause_nor_left_alone_for_ever(
+    virtual, asked, waited
+):
+    """It says itself when it wants to be asked again, and that may be any number."""
+    times: list[float] = []
+
+    async def open_at(server: link.Link) -> str:
+        times.append(now())
+        if len(times) == 12:
+            return "opened"
+        error = choice.FullError("full")
+        error.retry_seconds = asked
+        raise error
+
+    async def main() -> None:
+        servers = [link.Link("http://one", None)]
+        opened = choice.open_at_any(servers, open_at, kind="server", kind_when_full="servers")
+        with suppress(choice.UnreachableError):
+            assert await opened == "opened"
+
+    virtual(main)
+    assert times[-1] - times[-2] == pytest.approx(waited)
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,7 @@ def test_hostile_requests_get_the_documented_status_and_harm_nobody():
             b'{"seq": 2}',
             b'{"seq": "x", "action": "a"}',
             b"9" * 500,
+            b'{"seq": 2, "action": "\\ud83d"}',  # which the WebSocket refuses too
         ):
             assert (await ask("POST", f"{at}/step", content=data, headers=json_type))[0] == 422
         assert (await ask("POST", f"{at}/step", {"seq": 2, "action": "a" * 5000}))[0] == 413

@@ -25,7 +25,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-from agentrl.remote.protocol import Whole
+from agentrl.remote.protocol import Text, Whole
 from agentrl.settings.base import check_plain
 
 TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
@@ -51,7 +51,7 @@ class _Strict(BaseModel):
 class MessageAction(_Strict):
     """The model's whole message."""
 
-    message: str = Field(description="The message, as the model wrote it")
+    message: Text = Field(description="The message, as the model wrote it")
     metadata: dict[str, Any] = {}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, StrictBool, StrictFloat, ValidationError
 from websockets.exceptions import InvalidHandshake, InvalidStatus
 from websockets.http11 import USER_AGENT
 
@@ -61,8 +61,9 @@ class ServerObservation(BaseModel):
     """The data of an observation."""
 
     observation: dict[str, Any]
-    reward: float | None = None
-    done: bool = False
+    reward: StrictFloat | StrictBool | None = None
+    """OpenEnv's own type has true and false as rewards too, which are 1 and 0; texts are none."""
+    done: StrictBool = False
     metadata: dict[str, Any] | None = None
 
     @property
@@ -91,7 +92,7 @@ class ServerObservation(BaseModel):
         """As `Env.step` returns it."""
         text, info = self.shown(pictures=pictures)
         truncated = self.done and info.pop("truncated", False) is True
-        return text, self.reward or 0.0, self.done and not truncated, truncated, info
+        return text, float(self.reward or 0.0), self.done and not truncated, truncated, info
 
 
 class Server(Loaded):
@@ -344,9 +345,9 @@ class Socket:
         if code == VALIDATION_ERROR:
             raise MisfitError(reply.data)
         if code == CAPACITY_REACHED:
-            raise FullError(f"{url} is full: {message}")
+            raise FullError(f"{url} is full: {message!s:.2000}")
         if reply.type == "error":
-            raise EnvError(f"the environment at {url} failed: {message} ({code})")
+            raise EnvError(f"the environment at {url} failed: {message!s:.2000} ({code!s:.80})")
         said = raw.decode(errors="replace")
         raise EnvError(
             f"{url} answered {said!r:.200} instead of an observation with a finite reward or null"

@@ -757,6 +757,9 @@ class Faulty:
             await socket.send_str(
                 json.dumps({**good, "data": {**good["data"], "reward": float("nan")}})
             )
+        elif said.startswith("pays "):
+            reward = json.loads(said.removeprefix("pays "))
+            await socket.send_json({**good, "data": {**good["data"], "reward": reward}})
         elif said == "state":
             await socket.send_json({"type": "state", "data": {}})
         elif said == "error":
@@ -803,6 +806,22 @@ def test_after_a_step_without_its_answer_the_socket_is_never_asked_again(fault):
             assert server.opened == 2
             await env.close()
             await _until(lambda: server.open == 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("reward", "paid"), [("1", 1.0), ("0.25", 0.25), ("true", 1.0), ("false", 0.0), ("null", 0.0)]
+)
+def test_rewards_of_openenvs_own_types_are_paid_as_numbers(reward, paid):
+    async def main() -> None:
+        async with faulty() as (_, url):
+            env = OpenEnv([url])
+            await env.reset(seed=1, options={})
+            assert repr((await env.step(f"pays {reward}"))[1]) == repr(paid)
+            with pytest.raises(EnvError, match="reward"):
+                await env.step('pays "1"')
+            await env.close()
 
     asyncio.run(main())
 
