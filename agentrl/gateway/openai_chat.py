@@ -220,10 +220,10 @@ def _logprobs(session: AgentSession, answer: AgentAnswer) -> "ChoiceLogprobs":
     tokens = []
     for place, logprob in enumerate(answer.completion.logprobs.tolist()):
         text = session.decoded(answer.completion.token_ids[place : place + 1])
+        # Of a part of a character, the text has a mark, whose bytes are not the token's.
+        known = None if "\ufffd" in text else list(text.encode())
         tokens.append(
-            ChatCompletionTokenLogprob(
-                token=text, bytes=list(text.encode()), logprob=logprob, top_logprobs=[]
-            )
+            ChatCompletionTokenLogprob(token=text, bytes=known, logprob=logprob, top_logprobs=[])
         )
     return ChoiceLogprobs(content=tokens)
 

@@ -219,6 +219,24 @@ def test_a_stream_says_what_the_whole_answer_says(text):
     assert not trajectory.dropped
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_token_that_is_a_part_of_a_character_has_no_bytes_in_its_logprob(streams):
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            asked = {"model": "policy", "messages": [{"role": "user", "content": "count"}]}
+            if streams:
+                stream = await client.chat.completions.create(**asked, logprobs=True, stream=True)
+                choices = [chunk.choices[0] async for chunk in stream]
+            else:
+                answer = await client.chat.completions.create(**asked, logprobs=True)
+                choices = answer.choices
+            tokens = choices[-1].logprobs.content[:4]  # and the end of the turn
+            assert [token.bytes for token in tokens] == [[ord("a")], None, None, [ord("b")]]
+        return 1.0
+
+    assert served(play, saying("aéb"))[0].status == Terminated()
+
+
 def test_several_answers_logprobs_and_a_stop_text():
     engine = saying("one, two")
 
