@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from agentrl.errors import AgentRLError, ConfigError, RewardError
 from agentrl.net.credentials import secret_in
 from agentrl.net.http_client import http_client, proxy_note
-from agentrl.net.openai_wire import ChatAnswer, ServedModels, TokenUsage
+from agentrl.net.openai_wire import ChatAnswer, ServedModels
 from agentrl.rewards.judge_cache import VerdictCache, question_key
 from agentrl.rewards.judge_prompt import JudgePrompt
 from agentrl.rewards.judge_settings import JudgeSettings
@@ -156,10 +156,12 @@ class JudgeEndpoint:
         body = self._body(prompt.messages(schema), schema)
         answer = _parse(ChatAnswer, await self._send("POST", "/chat/completions", body))
         self._has_answered = True
-        usage, choice = answer.usage or TokenUsage(), answer.choices[0]
+        usage, choice = answer.usage, answer.choices[0]
         self.tally.count_answer(usage.prompt_tokens, usage.completion_tokens, clock.time() - sent)
         if choice.message.refusal:
             raise _NoVerdictError("unreadable", f"a refusal: {choice.message.refusal:.200}")
+        if choice.finish_reason == "content_filter":
+            raise _NoVerdictError("unreadable", "an answer that the endpoint's filter has changed")
         if choice.finish_reason == "length":
             raise _NoVerdictError(
                 "unreadable",

@@ -4,9 +4,16 @@ Parsing only these takes a third of the time that `json` takes for all fields. A
 up to its first wrong item, so an answer of millions of them costs no gigabytes of findings.
 """
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, FailFast, Field
+from pydantic import (
+    BaseModel,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from agentrl.trajectory import FinishReason
 
@@ -27,14 +34,14 @@ class ServedModels(BaseModel):
     data: _Array[ServedModel]
 
 
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+"""A number of tokens: one that prices can be multiplied by, whatever a server writes."""
+
+
 class PromptTokenDetails(BaseModel):
     """The number of cached tokens of a prompt."""
 
-    cached_tokens: int = 0
-
-
-Count = Annotated[int, Field(ge=0, le=1 << 53)]
-"""A number of tokens that prices can be multiplied by, and that sums of them can be stored of."""
+    cached_tokens: Count = 0
 
 
 class TokenUsage(BaseModel):
@@ -43,6 +50,20 @@ class TokenUsage(BaseModel):
     prompt_tokens: Count = 0
     completion_tokens: Count = 0
     prompt_tokens_details: PromptTokenDetails | None = None
+
+
+def _usage(value: Any, read: ValidatorFunctionWrapHandler) -> TokenUsage:
+    try:
+        usage: TokenUsage = read(value)
+    except ValidationError:
+        return TokenUsage()
+    return usage
+
+
+Usage = Annotated[TokenUsage, WrapValidator(_usage)]
+"""What a server says that an answer has used. An answer counts whatever that is: what makes no
+sense (null, less than nothing) is nothing.
+"""
 
 
 class TokenLogprobs(BaseModel):
@@ -68,7 +89,7 @@ class CompletionAnswer(BaseModel):
     """The answer of `POST /v1/completions`."""
 
     choices: _Array[CompletionChoice] = Field(min_length=1)
-    usage: TokenUsage = TokenUsage()
+    usage: Usage = TokenUsage()
 
 
 class GeneratedLogprob(BaseModel):
@@ -104,7 +125,7 @@ class GeneratedAnswer(BaseModel):
 
     choices: _Array[GeneratedChoice] = Field(min_length=1)
     prompt_token_ids: _Array[int]
-    usage: TokenUsage = TokenUsage()
+    usage: Usage = TokenUsage()
 
 
 class ChatMessage(BaseModel):
@@ -125,4 +146,4 @@ class ChatAnswer(BaseModel):
     """The answer of `POST /v1/chat/completions`."""
 
     choices: _Array[ChatChoice] = Field(min_length=1)
-    usage: TokenUsage | None = None
+    usage: Usage = TokenUsage()

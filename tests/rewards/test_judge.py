@@ -75,10 +75,6 @@ def levels(correct: int, copy: int = 10, seconds: float = 0.0) -> JudgeReply:
     return JudgeReply.json({"levels": {"correct": correct, "copy": copy}}, seconds)
 
 
-def levels_of_usage(tokens: int) -> JudgeReply:
-    return replace(levels(10), prompt_tokens=tokens)
-
-
 async def all_of(asked: Sequence[Awaitable[Any]]) -> list[Any]:
     async def one(awaitable: Awaitable[Any]) -> Any:
         return await awaitable
@@ -263,8 +259,7 @@ def test_what_changes_the_question_is_asked_anew(tmp_path: Path) -> None:
             "unreadable",
         ),
         (JudgeReply("x" * (9 << 20)), "unreadable"),
-        (levels_of_usage(10**400), "unreadable"),
-        (levels_of_usage(-1), "unreadable"),
+        (replace(levels(3), finish_reason="content_filter"), "unreadable"),
         (JudgeReply(fault="drop"), "unreachable"),
         (JudgeReply(fault="hang"), "unreachable"),
     ],
@@ -280,8 +275,7 @@ def test_what_changes_the_question_is_asked_anew(tmp_path: Path) -> None:
         "a key twice",
         "deep twice",
         "too long",
-        "too many tokens",
-        "fewer than no tokens",
+        "filtered",
         "dropped",
         "hung",
     ],
@@ -304,6 +298,23 @@ def test_what_is_no_verdict_is_counted_and_asked_again(
             if trouble.retry_after:
                 assert time.perf_counter() - begun > 2 * 0.2
             assert len({call.user for call in server.calls}) == 3  # each with a key of its own
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("tokens", [10**400, -1, None, 5.5, "many"], ids=repr)
+def test_a_verdict_counts_whatever_its_usage_says(tokens: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        odd = replace(levels(10), prompt_tokens=tokens)
+        async with (
+            JudgeServer(script_of(odd, levels(10))) as server,
+            rubric(server, tmp_path, prompt_price=1e6) as judge,
+        ):
+            assert (await judge.score(trajectory("42"))).value == 1.0
+            metrics = judge.metrics()
+            assert (metrics["answers"], metrics["cost"], metrics["prompt_tokens"]) == (1, 0, 0)
+            await judge.score(trajectory("43"))
+            assert judge.metrics()["cost"] == 100
 
     asyncio.run(main())
 
