@@ -340,6 +340,9 @@ def describe(error: BaseException) -> str:
         return (
             f"{first}, and {others} other{'s' if others > 1 else ''} at once" if others else first
         )
+    if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
+        # The file that cannot be read has no frame: those are of what has tried to.
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     said = f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
     frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
     if not frames:

@@ -17,9 +17,10 @@ factory. The function's docstring begins with an example address:
 import asyncio
 import difflib
 import importlib
+import logging
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.machinery import PathFinder
@@ -29,7 +30,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from agentrl.errors import RAISED_BY_CODE, PluginError, describe
+from agentrl.errors import RAISED_BY_CODE, AgentRLError, PluginError, describe
 from agentrl.net.credentials import refuse_credentials
 from agentrl.package.distribution import DISTRIBUTION
 from agentrl.protocols.env import Env
@@ -55,6 +56,8 @@ GROUPS = (
     "weight_transports",
 )
 _FOLDERS = ("envs", "rewards", "trainers")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,18 @@ def settings_of(factory: Any) -> type[Settings]:
     return found
 
 
+def check_callable(kind: str, name: str, found: object) -> None:
+    """Check that a plug-in is something that makes or does what is asked of its kind.
+
+    Raises:
+        PluginError: it is a value.
+    """
+    if not callable(found):
+        raise PluginError(
+            f"the {_singular(kind)} {name!r} is {found!r:.80}; it must be a class or a function"
+        )
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the most similar of `known`, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
@@ -133,11 +148,28 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def installed(kind: str) -> list[Plugin]:
-    """All plug-ins of a kind ("envs", "engines", ...), by name."""
+    """All plug-ins of a kind ("envs", "engines", ...), by name. A name that several packages
+    register is there for each of them.
+    """
     return [
-        Plugin(kind, name, point.value, _origin(point.dist))
-        for name, point in sorted(_registered(kind).items())
+        Plugin(kind, name, _address_of(point), _origin(point.dist))
+        for name, points in sorted(_registered(kind).items())
+        for point in points
     ]
+
+
+def usable(kind: str) -> Iterator[tuple[str, Any]]:
+    """(name, object) of each plug-in of a kind that can be loaded, for what looks at all of them.
+
+    One that cannot is left out with a warning: nobody has asked for it by its name.
+    """
+    for name in sorted(_registered(kind)):
+        try:
+            found = load(kind, name)
+        except PluginError as error:
+            logger.warning("the %s %r is left out: %s", _singular(kind), name, error)
+            continue
+        yield name, found
 
 
 def load(kind: str, name: str) -> Any:
@@ -153,10 +185,10 @@ def load(kind: str, name: str) -> Any:
     if kind == "envs":
         refuse_credentials(name, "env")
     if ":" in name:
-        scheme, _, rest = name.partition(":")
+        scheme = name.partition(":")[0]
         schemes = _registered("env_schemes") if kind == "envs" else {}
         if scheme in schemes:
-            return _import("env_schemes", schemes[scheme].value)(rest)
+            return _by_scheme(_only(scheme, "env_schemes", schemes[scheme]), name)
         return _import(kind, name, schemes)
     points = _registered(kind)
     if name not in points:
@@ -166,7 +198,47 @@ def load(kind: str, name: str) -> Any:
             'Another can be given as "package.module:Name", or registered in the entry-point group'
             f' "agentrl.{kind}"'
         )
-    return _import(kind, points[name].value)
+    return _import(kind, _only(name, kind, points[name]))
+
+
+def _by_scheme(address: str, name: str) -> Any:
+    """What the scheme at an address makes of an environment's name.
+
+    Raises:
+        PluginError: the scheme raised something that says less.
+    """
+    scheme = _import("env_schemes", address)
+    try:
+        return scheme(name.partition(":")[2])
+    except AgentRLError:
+        raise
+    except RAISED_BY_CODE as error:
+        raise PluginError(f"the scheme of {name!r} raised {describe(error)}") from error
+
+
+def _only(name: str, kind: str, points: Sequence[EntryPoint]) -> str:
+    """The address that a name is registered with.
+
+    Raises:
+        PluginError: several packages register other ones by this name.
+    """
+    if len(points) > 1:
+        listed = " and ".join(f"{_origin(one.dist)} ({_address_of(one)})" for one in points)
+        raise PluginError(
+            f"the {_singular(kind)} {name!r} is registered by {listed}: uninstall all but one, or"
+            f" write the address of the one that you mean, such as {_address_of(points[-1])}"
+        )
+    return _address_of(points[0])
+
+
+def _address_of(point: EntryPoint) -> str:
+    """The `module:Name` of an entry point, without spaces, and without the extras that it may
+    name (`module:Name [extra]`).
+    """
+    parts = EntryPoint.pattern.match(point.value)
+    if parts is None:
+        return point.value
+    return f"{parts['module']}:{parts['attr']}" if parts["attr"] else parts["module"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +320,8 @@ def _attribute(module: ModuleType, attribute: str, called: str) -> Any:
         raise PluginError(
             f"{called!r} has no {attribute!r}.{nearest(attribute, _public(module))}"
         ) from error
+    except RAISED_BY_CODE as error:  # of a module that imports its parts when they are asked for
+        raise PluginError(f"{attribute!r} of {called!r} raised {describe(error)}") from error
     return found
 
 
@@ -258,29 +332,37 @@ def _import(kind: str, address: str, schemes: Iterable[str] = ()) -> Any:
             f"{address!r} would load the file a second time under another name: write"
             f" 'agentrl.{address}' instead"
         )
+    if not module_name or module_name.startswith("."):
+        raise PluginError(
+            f"the {_singular(kind)} {address!r} names no module: write 'package.module:Name'"
+        )
     try:
         module = _module(module_name)
-    except ImportError as error:
-        missing = (
-            f" (sys.path begins with {sys.path[0]!r})"
-            if isinstance(error, ModuleNotFoundError)
-            else ""
+    except RAISED_BY_CODE as error:
+        raise PluginError(_why_not_imported(kind, address, error, sorted(schemes))) from error
+    if not attribute:
+        raise PluginError(
+            f"the {_singular(kind)} {address!r} names nothing in its module: write"
+            f" '{module_name}:Name' with one of {', '.join(_public(module)) or 'its names'}"
         )
-        listed = sorted(schemes)
-        other = f".{nearest(module_name, listed)} Schemes: {', '.join(listed)}" if listed else ""
-        raise PluginError(
-            f"cannot import {module_name!r} for the {_singular(kind)} {address!r}:"
-            f" {error}{missing}{other}"
-        ) from error
-    except (
-        SystemExit,
-        asyncio.CancelledError,
-    ) as error:  # the latter would look like the end of a run
-        raise PluginError(
-            f"importing {module_name!r} for the {_singular(kind)} {address!r} raised"
-            f" {describe(error)}: put what is run as a program under `if __name__ == '__main__':`"
-        ) from error
     return _attribute(module, attribute, module_name)
+
+
+def _why_not_imported(kind: str, address: str, error: BaseException, schemes: Sequence[str]) -> str:
+    """The reason why the module of an address cannot be imported: there is none, or its own code
+    has failed, with the line in it.
+    """
+    name = address.partition(":")[0]
+    what = f"{name!r} for the {_singular(kind)} {address!r}"
+    if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+        other = f".{nearest(name, schemes)} Schemes: {', '.join(schemes)}" if schemes else ""
+        return f"cannot import {what}: {error} (sys.path begins with {sys.path[0]!r}){other}"
+    if isinstance(error, ImportError):
+        return f"cannot import {what}: {describe(error)}"
+    # An uncaught CancelledError would look like the end of a run.
+    program = isinstance(error, SystemExit | asyncio.CancelledError)
+    hint = ": put what is run as a program under `if __name__ == '__main__':`" if program else ""
+    return f"importing {what} raised {describe(error)}{hint}"
 
 
 def _module(name: str) -> ModuleType:
@@ -305,12 +387,15 @@ def _module(name: str) -> ModuleType:
     return module
 
 
-def _registered(kind: str) -> Mapping[str, EntryPoint]:
+def _registered(kind: str) -> Mapping[str, Sequence[EntryPoint]]:
+    """The entry points of a kind by name: one each, or those of several packages that differ."""
     return _entry_points(Path.cwd(), *sys.path).get(f"agentrl.{kind}", {})
 
 
 @lru_cache(maxsize=64)
-def _entry_points(*_where: str | Path) -> Mapping[str, Mapping[str, EntryPoint]]:
+def _entry_points(
+    *_where: str | Path,
+) -> Mapping[str, Mapping[str, Sequence[EntryPoint]]]:
     """The entry points of agentrl's groups in all installed packages; cached, as reading takes tens
     of milliseconds.
     """
@@ -326,10 +411,13 @@ def _entry_points(*_where: str | Path) -> Mapping[str, Mapping[str, EntryPoint]]
     distributions = {point.dist for point in ours if point.value.startswith("agentrl.")}
     current = [one for one in distributions if one is not None and one.name == DISTRIBUTION]
     old = distributions.difference(current) if current else set()
-    groups: dict[str, dict[str, EntryPoint]] = {}
+    groups: dict[str, dict[str, list[EntryPoint]]] = {}
     for point in ours:
-        if point.dist not in old or not point.value.startswith("agentrl."):
-            groups.setdefault(point.group, {})[point.name] = point
+        if point.dist in old and point.value.startswith("agentrl."):
+            continue
+        same = groups.setdefault(point.group, {}).setdefault(point.name, [])
+        if _address_of(point) not in map(_address_of, same):
+            same.append(point)
     return groups
 
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from agentrl import plugins
 from agentrl.config.problems import explained, written_at
 from agentrl.config.run_config import brings_algorithm
-from agentrl.errors import ConfigError
+from agentrl.errors import RAISED_BY_CODE, AgentRLError, ConfigError, describe
 from agentrl.plugins import Component
 from agentrl.protocols.algorithm import ActorCritic, AlgorithmOffers
 from agentrl.protocols.component_settings import EngineSettingsOffers, TrainerSettingsOffers
@@ -52,6 +52,8 @@ def component_of(section: str, kind: str, raw: Any, origins: Mapping[str, str]) 
         model = (
             settings_of_part(name, factory) if kind == "rewards" else plugins.settings_of(factory)
         )
+        if kind != "rewards":  # of which an instance may be named too
+            plugins.check_callable(kind, name, factory)
     except ConfigError as error:
         raise ConfigError(
             f"{section}.name: {error}{written_at(origins, f'{section}.name')}"
@@ -59,12 +61,33 @@ def component_of(section: str, kind: str, raw: Any, origins: Mapping[str, str]) 
     if kind == "trainers" and isinstance(factory, type):
         check_trainer(section, name, factory)
     try:
-        return Component(name, factory, model.model_validate(raw))
+        made = Component(name, factory, model.model_validate(raw))
     except ValidationError as error:
         lines = (
             line for line, _ in explained(model, error, raw, tuple(section.split(".")), origins)
         )
         raise ConfigError("\n".join(lines)) from error
+    if kind == "algorithms":  # the rules between settings ask what it offers
+        _check_made(section, made, origins)
+    return made
+
+
+def _check_made(section: str, component: Component, origins: Mapping[str, str]) -> None:
+    """Check that a component can be made of its settings.
+
+    Raises:
+        ConfigError: its class raised something; what says more is passed on.
+    """
+    try:
+        component.make()
+    except AgentRLError:
+        raise
+    except RAISED_BY_CODE as error:
+        where = written_at(origins, f"{section}.name")
+        raise ConfigError(
+            f"{section}.name: making {component.name!r} with its settings raised"
+            f" {describe(error)}{where}"
+        ) from error
 
 
 def section_of(section: str, raw: Any, origins: Mapping[str, str]) -> dict[str, Any]:
@@ -276,4 +299,5 @@ def _numbered(
 
 
 def _installed(kind: str) -> str:
-    return f"Installed: {', '.join(plugin.name for plugin in plugins.installed(kind))}"
+    names = dict.fromkeys(plugin.name for plugin in plugins.installed(kind))
+    return f"Installed: {', '.join(names)}"

@@ -25,6 +25,7 @@ from agentrl.models.vision_families import FAMILIES
 from agentrl.net.credentials import refuse_credentials
 from agentrl.protocols import EngineOffers, EngineSettingsOffers, options_class_of, shows_images
 from agentrl.protocols.component_settings import ClusterOffers
+from agentrl.protocols.env import check_env_methods
 from agentrl.tasks.env_config import OneEnv
 
 
@@ -111,7 +112,10 @@ def validate_config(
 def _check_names(config: RunConfig, origins: Mapping[str, str]) -> None:
     """Check the names of plug-ins that are no sections of their own."""
     for _, env in envs_of(config):
-        plugins.load("envs", env.name)
+        factory = plugins.load("envs", env.name)
+        plugins.check_callable("envs", env.name, factory)
+        if isinstance(factory, type):
+            check_env_methods(env.name, factory)
     try:
         plugins.load("weight_transports", config.weights.transport)
     except PluginError as error:

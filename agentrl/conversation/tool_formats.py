@@ -229,9 +229,7 @@ def known_marks() -> Sequence[Marks]:
 
 
 def _registered_formats() -> list[Any]:
-    return [
-        plugins.load("tool_formats", plugin.name) for plugin in plugins.installed("tool_formats")
-    ]
+    return [factory for _, factory in plugins.usable("tool_formats")]
 
 
 def registered_reader(tokenizer: Any, template: ChatTemplate) -> ReadCalls | None:

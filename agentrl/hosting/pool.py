@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from agentrl.errors import RAISED_BY_CODE, ConfigError, EnvError, describe
+from agentrl.errors import RAISED_BY_CODE, ConfigError, EnvError, PluginError, describe
 from agentrl.flow import Flow
 from agentrl.hosting.calls import recorded
 from agentrl.hosting.config import EnvDeadlines
@@ -10,7 +10,7 @@ from agentrl.hosting.live_env import LiveEnv
 from agentrl.hosting.pictures import pictured
 from agentrl.hosting.process_env import ProcessEnv
 from agentrl.hosting.snapshots import rewindable
-from agentrl.protocols.env import Env, Isolation
+from agentrl.protocols.env import Env, Isolation, check_env_methods
 
 
 class EnvPool:
@@ -42,8 +42,8 @@ class EnvPool:
 
         Raises:
             EnvError: its constructor raised.
-            ConfigError: it needs its own process and is not a `ProcessEnv`, or this run has no such
-            environment.
+            ConfigError: it needs its own process and is not a `ProcessEnv`, or lacks a method, or
+            this run has no such environment.
         """
         if name not in self._factories:
             raise ConfigError(
@@ -55,6 +55,9 @@ class EnvPool:
             return self._idle[name].pop()
         try:
             env = self._factories[name]()
+            check_env_methods(name, env)
+        except PluginError:
+            raise
         except RAISED_BY_CODE as error:
             raise EnvError(f"making the environment {name!r} raised {describe(error)}") from error
         # Pictures, calls and ways back are added where the environment runs, so that they cross

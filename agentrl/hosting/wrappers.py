@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError, field_validator
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
 from agentrl.hosting.observations import as_result
-from agentrl.plugins import Component, NoSettings
+from agentrl.plugins import Component
 from agentrl.protocols.env import (
     Env,
     ResetResult,
@@ -318,9 +318,10 @@ def wrapper(raw: Any) -> Component:
         raise ConfigError(f"write a wrapper as {{name: time_limit, turns: 20}}, got {raw!r:.80}")
     try:
         factory = plugins.load("env_wrappers", name)
+        plugins.check_callable("env_wrappers", name, factory)
+        shape = plugins.settings_of(factory)
     except PluginError as error:
         raise ConfigError(str(error)) from error
-    shape = plugins.nested_settings(factory) or NoSettings
     try:
         return Component(name, factory, shape.model_validate(settings))
     except ValidationError as error:

@@ -201,11 +201,7 @@ def _changes(config: RunConfig, inventory: Inventory) -> Iterator[Change]:
         )
     yield _setting("trainer", optimizer_offload=True)
     yield _setting("trainer", offload=True, zero_stage=3)
-    others = [
-        plugin.name
-        for plugin in plugins.installed("trainers")
-        if plugin.name != config.trainer.name
-    ]
+    others = [name for name, _ in plugins.usable("trainers") if name != config.trainer.name]
     for name in others:
         yield _trainer(name)
         yield from (_trainer(name, world_size=n) for n in growing)

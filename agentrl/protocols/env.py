@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from agentrl.errors import PluginError
 from agentrl.settings.base import Settings
 from agentrl.tokens.encoded_image import EncodedImage
 
@@ -115,6 +116,23 @@ class Env(Protocol):
         ...
 
 
+def check_env_methods(name: str, env: object) -> None:
+    """Check that an environment, or its class, has the methods that each must have.
+
+    Raises:
+        PluginError: it lacks some.
+    """
+    if isinstance(env, type) and hasattr(env, "__getattr__"):
+        return  # only an instance can tell
+    missing = [f"`{one}`" for one in _METHODS if not callable(getattr(env, one, None))]
+    if missing:
+        raise PluginError(
+            f"the environment {name!r} has no method {', '.join(missing)}: write it, or inherit"
+            " from agentrl.TextEnv or agentrl.ToolEnv, which have what all need"
+        )
+
+
+_METHODS = ("reset", "step", "close")
 ScriptedPlayer = Callable[[Env, Random], str | Awaitable[str]]
 """Looks at a live environment and returns an action, for example to play demonstrations.
 

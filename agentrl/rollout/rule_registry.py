@@ -7,6 +7,7 @@ A package registers a rule by an entry point, as this project registers its own:
 """
 
 from collections.abc import Mapping
+from typing import TypeGuard
 
 from agentrl import plugins
 from agentrl.errors import PluginError
@@ -26,16 +27,24 @@ def load_rule(name: str) -> type[StalenessRule]:
     """
     rules = installed_rules()
     if name not in rules and ":" not in name:
-        offered = [known for known in rules if not load_rule(known).train_with]
+        offered = [
+            known
+            for known, rule in plugins.usable("staleness_rules")
+            if _is_rule(rule) and not rule.train_with
+        ]
         raise PluginError(
             f"there is no staleness rule {name!r}.{plugins.nearest(name, rules)} There is"
             f' {", ".join(offered)}. Another can be given as "package.module:Name", or registered'
             ' in the entry-point group "agentrl.staleness_rules"'
         )
-    rule = plugins.load("staleness_rules", rules.get(name, name))
-    if not (isinstance(rule, type) and issubclass(rule, StalenessRule)):
+    rule = plugins.load("staleness_rules", name)
+    if not _is_rule(rule):
         raise PluginError(
             f"{name!r} is no staleness rule: write a subclass of"
             " agentrl.rollout.staleness.StalenessRule"
         )
     return rule
+
+
+def _is_rule(found: object) -> TypeGuard[type[StalenessRule]]:
+    return isinstance(found, type) and issubclass(found, StalenessRule)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field, create_model
 
 from agentrl.errors import ConfigError
-from agentrl.plugins import Component, NoSettings, nested_settings, unbound
+from agentrl.plugins import Component, NoSettings, settings_of, unbound
 from agentrl.protocols.env import Isolation
 from agentrl.protocols.reward import GroupReward, RewardOffers
 from agentrl.settings.base import Settings
@@ -123,7 +123,7 @@ class _Identical:
 def _settings_of_part(name: str, identical: _Identical) -> type[Settings]:
     factory = identical.value
     if isinstance(factory, type):
-        own = nested_settings(factory) or NoSettings
+        own = settings_of(factory)
     elif any(hasattr(factory, method) for method in _METHODS):
         # an instance that is a reward already
         own = NoSettings

@@ -10,12 +10,15 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    GetCoreSchemaHandler,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
+from pydantic_core import core_schema
 
+from agentrl.errors import RAISED_BY_CODE, AgentRLError, describe
 from agentrl.settings.faults import DEEPEST
 
 LARGEST = 1e30
@@ -45,6 +48,24 @@ class Settings(BaseModel):
         # null, the default, would not be read back as the same setting
         ser_json_inf_nan="constants",
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        """Around all validators of a class, also those of its subclasses: what one raises by
+        mistake is a fault of the settings too, with its own line.
+        """
+        return core_schema.no_info_wrap_validator_function(cls._validate, handler(source))
+
+    @classmethod
+    def _validate(cls, data: Any, handler: core_schema.ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(data)
+        except (ValueError, AssertionError, AgentRLError):
+            raise
+        except RAISED_BY_CODE as error:
+            raise ValueError(f"a check of {cls.__qualname__} raised {describe(error)}") from error
 
     def needs(self) -> Mapping[str, str]:
         """The modules that the component imports where it works, beyond what agentrl requires; each
