@@ -36,6 +36,7 @@ from agentrl.tasks.rows import (
     as_line,
     is_lines,
     parse_line,
+    parse_new_line,
     read_or_error,
     rows_of,
 )
@@ -45,7 +46,7 @@ Check = Callable[[Mapping[str, Any]], str]
 """Returns the text that tells a row's task from others. Raises `BadRowError`, if the row cannot be
 a task.
 """
-_INDEX_VERSION = 3
+_INDEX_VERSION = 4
 _MAX_SHOWN_KINDS = 10
 """Kinds of bad rows that an error names."""
 _OWN = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
@@ -233,7 +234,7 @@ def _read(
             for number, line in enumerate(file, 1):
                 seen(line)
                 if not line.isspace():
-                    yield f"line {number}", offset, read_or_error(parse_line, line)
+                    yield f"line {number}", offset, read_or_error(parse_new_line, line)
                 offset += len(line)
         return
     with (folder / "rows.jsonl").open("wb") as copy:

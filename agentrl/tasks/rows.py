@@ -17,6 +17,7 @@ from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from uuid import UUID
 
 from pydantic_core import from_json
 
@@ -53,6 +54,10 @@ _TABLES = (
 """Under which names files of one object have their rows."""
 _LFS_POINTER = b"version https://git-lfs"
 _SEPARATOR = re.compile(r"sep=(.)\s*$")
+_DELIMITERS = ",;\t|"
+_QUOTED = re.compile(r'"[^"]*"?')
+_KEY_END = re.compile(rb'"\s*:')
+"""What ends each key of an object, and may stand in texts too."""
 _SHARD = re.compile(r"-\d+-of-\d+$")
 _OTHER_FILES = {
     ".xlsx": ": save the sheet as CSV",
@@ -146,8 +151,16 @@ def _sources(data: str, split: str, subset: str | None, revision: str | None) ->
     if path.is_dir():
         return [*_in_folder(path, split, subset)]
     if kind_of(path) or data.startswith((".", "/", "~")) or data.count("/") > 1:
-        raise ConfigError(f"there is no file or folder {data!r}")
+        raise ConfigError(f"there is no file or folder {data!r}{_no_path(data)}")
     return [HubDataset(data, subset, split, revision)]
+
+
+def _no_path(data: str) -> str:
+    """What to write instead of a pattern or an address."""
+    if "://" in data:
+        return ": an address is not read, so fetch it, and name the file"
+    pattern = any(sign in data for sign in "*?[")
+    return ": a pattern is not read, so name the folder, whose files are" if pattern else ""
 
 
 def _in_folder(folder: Path, split: str, subset: str | None) -> list[Path]:
@@ -183,12 +196,7 @@ def _files(folder: Path) -> list[Path]:
     """The files of rows right in a folder, without hidden ones and what the package datasets left
     beside its own.
     """
-    state = folder / "state.json"
-    saved = (
-        {one["filename"] for one in json.loads(state.read_text())["_data_files"]}
-        if state.is_file()
-        else None
-    )
+    saved = _saved_files(folder / "state.json")
     return sorted(
         path
         for path in folder.glob("[!.]*")
@@ -197,6 +205,18 @@ def _files(folder: Path) -> list[Path]:
         and path.name not in _NOT_ROWS
         and (saved is None or path.name in saved)
     )
+
+
+def _saved_files(state: Path) -> set[str] | None:
+    """The names of a saved dataset's own files; None if no dataset was saved there: other programs
+    write files of this name too.
+    """
+    if not state.is_file():
+        return None
+    try:
+        return {one["filename"] for one in json.loads(state.read_bytes())["_data_files"]}
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def _whole_split(path: Path) -> str:
@@ -261,7 +281,8 @@ def _of_file(
                 reader = _of_json(path)
         for where, row in reader:
             yield where, row
-    except (pa.ArrowException, OSError, csv.Error, ValueError) as error:
+    except (pa.ArrowException, OSError, csv.Error, ValueError, OverflowError) as error:
+        # the last of dates that Python does not have
         raise ConfigError(f"{path} cannot be read further than {where}: {error}") from error
 
 
@@ -275,8 +296,54 @@ def parse_line(line: bytes) -> Mapping[str, Any]:
         row = from_json(line.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         # text that is no UTF-8 too, and halves of surrogate pairs, which no tokenizer takes
-        raise BadRowError(f"it is not JSON: {error}") from error
+        raise BadRowError(f"it is not JSON: {_why_no_json(line, error)}") from error
     return _object(row)
+
+
+def parse_new_line(line: bytes) -> Mapping[str, Any]:
+    """The row of a line that is read for the first time.
+
+    Raises:
+        BadRowError: it is no JSON object, or names a key twice.
+    """
+    row = parse_line(line)
+    # Seldom more than the keys that there are: then one is named twice, or a text looks like it.
+    if len(_KEY_END.findall(line)) > _count_keys(row):
+        json.loads(line.removeprefix(codecs.BOM_UTF8), object_pairs_hook=_once)
+    return row
+
+
+def _count_keys(value: Any) -> int:
+    if type(value) is dict:
+        return len(value) + sum(map(_count_keys, value.values()))
+    return sum(map(_count_keys, value)) if type(value) is list else 0
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values.
+
+    Raises:
+        BadRowError: a key is there twice. Readers of JSON take the last, in silence.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRowError(f"it has the key {twice!r} twice: leave one of them out")
+    return found
+
+
+def _why_no_json(line: bytes, error: ValueError) -> str:
+    """The reason why a line is not JSON, and the remedy for what programs write often."""
+    try:
+        json.loads(line, parse_constant=_no_constant)
+    except BadRowError as constant:
+        return str(constant)
+    except (ValueError, RecursionError):
+        pass
+    said = str(error).replace("at line 1 column", "at character")
+    comma = line.rstrip().endswith((b"},", b"],"))
+    return f"{said}. A line has no comma at its end" if comma else said
 
 
 def _object(row: Any) -> Mapping[str, Any]:
@@ -303,7 +370,12 @@ def as_line(row: Mapping[str, Any]) -> bytes:
                 raise BadRowError(
                     f"column {name!a} has text that is not UTF-8: save the file in UTF-8"
                 ) from error
-            except (TypeError, ValueError) as error:
+            except ValueError as error:
+                raise BadRowError(
+                    f"column {name!r}: it is NaN or infinite, which is no number of JSON: write"
+                    " null instead"
+                ) from error
+            except TypeError as error:
                 raise BadRowError(f"column {name!r}: {error}") from error
         raise
 
@@ -313,13 +385,13 @@ def _dump_row(row: Mapping[str, Any]) -> bytes:
 
 
 def _no_constant(name: str) -> None:
-    raise BadRowError(f"{name} is not a number of JSON")
+    raise BadRowError(f"{name} is not a number of JSON: write null instead")
 
 
 def _in_json(value: Any) -> Any:
     if isinstance(value, date | time):
         return value.isoformat()
-    if isinstance(value, Decimal):
+    if isinstance(value, Decimal | UUID):
         return str(value)
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -408,7 +480,7 @@ def _of_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]
             if text.strip():
                 yield (
                     f"line {number}",
-                    read_or_error(parse_line, text.encode("utf-8", "surrogateescape")),
+                    read_or_error(parse_new_line, text.encode("utf-8", "surrogateescape")),
                 )
 
 
@@ -481,10 +553,10 @@ def _parse_json(text: str) -> Any:
     """The value of a text in JSON; None if it is none.
 
     Raises:
-        BadRowError: it has numbers that JSON does not have.
+        BadRowError: it has numbers that JSON does not have, or a key twice.
     """
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once)
     except (json.JSONDecodeError, RecursionError):
         return None
 
@@ -505,7 +577,7 @@ def _of_array(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
     Raises:
         ValueError: a value is no JSON, or the array has no end.
     """
-    decode = json.JSONDecoder(parse_constant=_no_constant).raw_decode
+    decode = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_once).raw_decode
     text, line, block = file.read(_BLOCK_CHARACTERS), 1, _BLOCK_CHARACTERS
     place = text.index("[") + 1
     while True:
@@ -517,6 +589,8 @@ def _of_array(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
         problem = "it ends there"
         try:
             value, end = decode(text, begin)
+        except BadRowError:
+            raise
         except (ValueError, RecursionError) as error:
             value, end, problem = None, len(text), str(error)
         if end < len(text):
@@ -535,30 +609,59 @@ def _of_array(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
 
 def _of_csv(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
     """The rows of a file whose fields are separated by what its head has most of: commas,
-    semicolons or tabs.
+    semicolons, tabs or bars. Lines without any field, as Excel writes them, are no rows.
     """
     usual = csv.field_size_limit(_LONGEST_FIELD)
     try:
         with _text_of(path, "") as file:
-            first, begin = file.readline(), 1
+            first, begin = _first_line(file)
             if said := _SEPARATOR.match(first):  # for Excel
-                first, begin = file.readline(), 2
-            delimiter = said[1] if said else max(",;\t", key=first.count)
+                first, more = _first_line(file)
+                begin += more
+            delimiter = said[1] if said else _delimiter(first)
             reader = csv.reader(chain([first], file), delimiter=delimiter, strict=True)
-            head = _different([name.strip() for name in next(reader, [])])
+            head = [name.strip() for name in next(reader, [])]
+            _different([name for name in head if name])
             offset = begin - 1
             begin += reader.line_num
             for fields in reader:
                 where, begin = f"line {begin}", reader.line_num + 1 + offset
-                if len(fields) == len(head):
-                    yield where, dict(zip(head, fields, strict=True))
-                elif fields:
-                    yield (
-                        where,
-                        BadRowError(f"it has {len(fields)} fields, and the head has {len(head)}"),
-                    )
+                if any(fields):
+                    yield where, read_or_error(lambda given: _named(head, given), fields)
     finally:
         csv.field_size_limit(usual)
+
+
+def _first_line(file: io.TextIOBase) -> tuple[str, int]:
+    """The next line that is not empty, or "" at the end, and how many have been read for it."""
+    read = 1
+    while (line := file.readline()) and not line.strip():
+        read += 1
+    return line, read
+
+
+def _delimiter(head: str) -> str:
+    """What separates the fields of a head: a name in quotes may have something else in it."""
+    bare = _QUOTED.sub("", head)
+    return max(_DELIMITERS, key=lambda sign: (bare.count(sign), head.count(sign)))
+
+
+def _named(head: Sequence[str], fields: Sequence[str]) -> Mapping[str, Any]:
+    """The fields by their names in the head. Those without a name and a value, which Excel writes
+    beside a table, are left out.
+
+    Raises:
+        BadRowError: there are more or fewer than names, or several without one.
+    """
+    if len(fields) != len(head):
+        raise BadRowError(f"it has {len(fields)} fields, and the head has {len(head)}")
+    unnamed = [field for name, field in zip(head, fields, strict=True) if field and not name]
+    if len(unnamed) > 1:
+        raise BadRowError(
+            f"{unnamed[0]!r:.40} and {unnamed[1]!r:.40} are in columns without a name: name these"
+            " in the head"
+        )
+    return {name: field for name, field in zip(head, fields, strict=True) if name or field}
 
 
 def _of_arrow(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -567,9 +670,35 @@ def _of_arrow(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Mappi
         batches = _of_parquet(file, columns) if kind_of(path) == ".parquet" else _of_ipc(file)
         for batch in batches:
             _different(batch.schema.names)
+            mapped = [field for field in batch.schema if _has_map(field.type)]
             for row in batch.to_pylist():
                 number += 1
+                row |= {field.name: _with_objects(row[field.name], field.type) for field in mapped}
                 yield f"row {number}", row
+
+
+def _has_map(kind: "pa.DataType") -> bool:
+    """True if values of a type have a map in them."""
+    inner = (kind.field(number).type for number in range(kind.num_fields))
+    return type(kind).__name__ == "MapType" or any(map(_has_map, inner))
+
+
+def _with_objects(value: Any, kind: "pa.DataType") -> Any:
+    """A value with its maps as objects: Arrow makes lists of pairs of them.
+
+    Raises:
+        ValueError: a map has a key twice.
+    """
+    import pyarrow as pa
+
+    if value is None or not _has_map(kind):
+        return value
+    if pa.types.is_map(kind):
+        return _once([(key, _with_objects(one, kind.item_type)) for key, one in value])
+    if pa.types.is_struct(kind):
+        fields = [kind.field(number) for number in range(kind.num_fields)]
+        return {one.name: _with_objects(value[one.name], one.type) for one in fields}
+    return [_with_objects(one, kind.value_type) for one in value]
 
 
 def _of_parquet(file: BinaryIO, columns: Collection[str]) -> "Iterator[pa.RecordBatch]":

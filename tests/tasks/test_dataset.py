@@ -308,6 +308,42 @@ def test_a_row_of_a_csv_file_without_a_field_is_named(tmp_path: Path) -> None:
         ),
         ("a.jsonl.gz", b'{"prompt": "a"}\n', "cannot be read further than its beginning"),
         ("a.jsonl", b'{"prompt": "a", "answer": ' + b"[" * 99_999, "line 1: it is not JSON"),
+        (
+            "a.jsonl",
+            b'{"prompt": "a"}\n{"prompt": "b", "answer": NaN}\n',
+            "line 2: it is not JSON: NaN is not a number of JSON: write null instead",
+        ),
+        (
+            "a.jsonl",
+            b'{"prompt": "a"},\n{"prompt": "b"}\n',
+            "line 1: it is not JSON: trailing characters .* A line has no comma at its end",
+        ),
+        (
+            "a.jsonl",
+            b'{"prompt": "a"}\n{"prompt": "b", "answer": "1", "answer" : "2"}\n',
+            "line 2: it has the key 'answer' twice",
+        ),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"prompt": "b", "more": [{"x": "\\":", "x": 2}]}\n'),
+            "line 1: it has the key 'x' twice",
+        ),
+        (
+            "a.json",
+            b'[{"prompt": "a"},\n{"prompt": "b", "answer": "1", "answer": "2"}]',
+            r"further than row 1 \(line 1\): it has the key 'answer' twice",
+        ),
+        (
+            "a.json",
+            b'[{"prompt": "a"},\n{"prompt": "b", "answer": Infinity}, {"prompt": "c"}]',
+            r"further than row 1 \(line 1\): Infinity is not a number of JSON",
+        ),
+        ("a.json", b'{"prompt": "a", "prompt": "b"}', "it has the key 'prompt' twice"),
+        (
+            "a.csv",
+            b"prompt,answer,,\na,1,x,y\n",
+            "line 2: 'x' and 'y' are in columns without a name: name these in the head",
+        ),
     ],
     ids=[
         "latin-1",
@@ -319,6 +355,14 @@ def test_a_row_of_a_csv_file_without_a_field_is_named(tmp_path: Path) -> None:
         "cut off",
         "not packed",
         "deep",
+        "nan",
+        "comma",
+        "key twice",
+        "inner key twice",
+        "key twice in an array",
+        "infinity in an array",
+        "key twice in an object",
+        "columns without names",
     ],
 )
 def test_files_that_are_broken_are_refused_with_the_place(
@@ -327,6 +371,69 @@ def test_files_that_are_broken_are_refused_with_the_place(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=why):
         tasks(tmp_path / name)
+
+
+def test_a_text_that_looks_like_a_key_is_no_key(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"prompt": 'say {"prompt": 1, "prompt": 2}', "answer": '": "'}])
+    source = tasks(tmp_path / "a.jsonl", held_out=0.0)
+    assert source.task(0).options["prompt"] == 'say {"prompt": 1, "prompt": 2}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\r\n\r\nprompt,answer\r\na,1\r\n",
+        "prompt,answer,,\na,1,,\n,,,\n",
+        "prompt|answer\na|1\n",
+        '"prompt";"a, b, c";answer\na;;1\n',
+        '\nsep=|\n"prompt"|answer\na|1\n',
+    ],
+    ids=["empty lines", "empty columns", "bars", "names with commas", "sep"],
+)
+def test_tables_are_read_as_spreadsheets_and_databases_write_them(
+    tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "a.csv").write_bytes(text.encode())
+    source = tasks(tmp_path / "a.csv", held_out=0.0)
+    assert len(source) == 1
+    options = source.task(0).options
+    assert (options["prompt"], options["answer"]) == ("a", "1")
+    assert "" not in options
+    assert source.where(0) == f"{tmp_path / 'a.csv'}, row 1"
+
+
+def test_lines_of_a_table_are_counted_with_those_before_its_head(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("\n\nsep=,\n\nprompt,answer\na,1\n,\nb\n")
+    with pytest.raises(ConfigError, match="line 8: it has 1 fields, and the head has 2"):
+        tasks(tmp_path / "a.csv")
+
+
+def test_maps_are_objects_and_what_python_does_not_have_is_refused_with_its_place(
+    tmp_path: Path,
+) -> None:
+    kind = pa.map_(pa.string(), pa.list_(pa.struct([("of", pa.map_(pa.string(), pa.int64()))])))
+    extra = pa.array([[("k", [{"of": [("x", 1)]}, None])], None], kind)
+    pq.write_table(pa.table({"prompt": ["a", "b"], "extra": extra}), tmp_path / "a.parquet")
+    source = tasks(tmp_path / "a.parquet", held_out=0.0)
+    found = {task.options["prompt"]: task.options["extra"] for task in map(source.task, range(2))}
+    assert found == {"a": {"k": [{"of": {"x": 1}}, None]}, "b": None}
+    twice = pa.array([[("k", []), ("k", [])]], kind)
+    pq.write_table(pa.table({"prompt": ["a"], "extra": twice}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="further than its beginning: it has the key 'k' twice"):
+        tasks(tmp_path / "a.parquet")
+    late = pa.array([10**9], pa.date32())
+    pq.write_table(pa.table({"prompt": ["a"], "day": late}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a.parquet cannot be read further than its beginning"):
+        tasks(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("content", ['{"epoch": 3}', "[1]", "{not json", "\xff"])
+def test_the_state_file_of_another_program_is_no_saved_dataset(
+    tmp_path: Path, content: str
+) -> None:
+    write(tmp_path / "data" / "a.jsonl", questions(3))
+    (tmp_path / "data" / "state.json").write_bytes(content.encode("latin-1"))
+    assert len(tasks(tmp_path / "data", held_out=0.0)) == 3
 
 
 def test_columns_that_json_cannot_hold_are_named_unless_they_are_left_out(tmp_path: Path) -> None:
