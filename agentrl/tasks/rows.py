@@ -575,7 +575,7 @@ def _of_array(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
     """(line, value) of each value in an array of JSON, of which only a part is held.
 
     Raises:
-        ValueError: a value is no JSON, or the array has no end.
+        ValueError: a value is no JSON, or the array has no end, or something follows that.
     """
     decode = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_once).raw_decode
     text, line, block = file.read(_BLOCK_CHARACTERS), 1, _BLOCK_CHARACTERS
@@ -585,6 +585,14 @@ def _of_array(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
         assert gap is not None  # it may be empty
         begin = gap.end()
         if text.startswith("]", begin):
+            rest = text[begin + 1 :].strip()
+            while not rest and (more := file.read(_BLOCK_CHARACTERS)):
+                rest = more.strip()
+            if rest:
+                raise ValueError(
+                    f"something follows the end of the array: {rest!r:.40}. Write all rows in one"
+                    " array, or each on a line of its own"
+                )
             return
         problem = "it ends there"
         try:

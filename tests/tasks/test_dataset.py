@@ -340,6 +340,11 @@ def test_a_row_of_a_csv_file_without_a_field_is_named(tmp_path: Path) -> None:
         ),
         ("a.json", b'{"prompt": "a", "prompt": "b"}', "it has the key 'prompt' twice"),
         (
+            "a.json",
+            b'[{"prompt": "a"}]' + b" " * 70_000 + b'\n[{"prompt": "b"}]\n',
+            r"further than row 1 \(line 1\): something follows the end of the array: '\[\{",
+        ),
+        (
             "a.csv",
             b"prompt,answer,,\na,1,x,y\n",
             "line 2: 'x' and 'y' are in columns without a name: name these in the head",
@@ -362,6 +367,7 @@ def test_a_row_of_a_csv_file_without_a_field_is_named(tmp_path: Path) -> None:
         "key twice in an array",
         "infinity in an array",
         "key twice in an object",
+        "two arrays",
         "columns without names",
     ],
 )
