@@ -250,10 +250,21 @@ class FileEnv:
     path: str
     attribute: str
 
+    @property
+    def made_by(self) -> Any:
+        """The class, or the function, in the file."""
+        return _attribute(_module_of(Path(self.path)), self.attribute, self.path)
+
     def __call__(self) -> Env:
         """Make the environment."""
-        env: Env = _attribute(_module_of(Path(self.path)), self.attribute, self.path)()
+        env: Env = self.made_by()
         return env
+
+    def __getattr__(self, name: str) -> Any:
+        """What the class states: its `isolation`, its `Options`, what it preloads."""
+        if name.startswith("__"):  # of pickle and copy, which ask about this object
+            raise AttributeError(name)
+        return getattr(self.made_by, name)
 
 
 def from_file(rest: str) -> Callable[[], Env]:
@@ -266,7 +277,7 @@ def from_file(rest: str) -> Callable[[], Env]:
     path = Path(written or rest).expanduser().resolve()
     if not path.is_file():
         there = (
-            sorted(str(file.name) for file in path.parent.glob("*.py"))
+            sorted(str(file.name) for file in path.parent.glob("*.py") if file.is_file())
             if path.parent.is_dir()
             else []
         )
@@ -274,11 +285,13 @@ def from_file(rest: str) -> Callable[[], Env]:
             f"'file:{rest}': there is no file {str(path)!r}.{nearest(path.name, there)}"
         )
     module = _module_of(path)
-    if not written:
+    if not written or not attribute:
+        listed = ", ".join(_public(module)) or "its names"
         raise PluginError(
-            f"'file:{rest}' names no class: write 'file:{rest}:Name' with one of {_public(module)}"
+            f"'file:{rest}' names no class: write 'file:{written or rest}:Name' with one of"
+            f" {listed}"
         )
-    _attribute(module, attribute, str(path))
+    check_callable("envs", f"file:{rest}", _attribute(module, attribute, str(path)))
     return FileEnv(str(path), attribute)
 
 

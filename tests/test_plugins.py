@@ -1,6 +1,8 @@
 """Plug-ins of other packages: those that fail, share a name, or have a wrong shape."""
 
+import copy
 import logging
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,14 @@ import pytest
 
 from agentrl import plugins
 from agentrl.config.from_file import load_config
+from agentrl.config.loading import check_options
 from agentrl.conversation.tool_formats import known_marks
 from agentrl.errors import ConfigError, PluginError
 from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.factory import env_factory
 from agentrl.hosting.pool import EnvPool
+from agentrl.hosting.process_env import ProcessEnv
+from agentrl.protocols.env import isolation_of, preload_of
 from agentrl.rollout.rule_registry import load_rule
 
 Install = Callable[..., None]
@@ -199,3 +205,45 @@ def test_an_instance_tells_which_methods_an_environment_has(
     assert pool.acquire("Delegates")
     with pytest.raises(PluginError, match="the environment 'NoSteps' has no method `step`"):
         pool.acquire("NoSteps")
+
+
+GAME = """
+from agentrl import Settings
+
+class Game:
+    isolation = "process"
+    preload = ("json",)
+
+    class Options(Settings):
+        size: int = 1
+
+    def reset(self, *, seed, options): return "", {}
+    def step(self, action): return "", 0.0, True, False, {}
+    def close(self): ...
+
+class NoGame: ...
+
+value = 7
+"""
+
+
+def test_an_environment_in_a_file_states_what_its_class_does(tmp_path: Path) -> None:
+    game = tmp_path / "ü" / "my game.py"
+    game.parent.mkdir()
+    game.write_text(GAME)
+    factory = pickle.loads(pickle.dumps(plugins.load("envs", f"file:{game}:Game")))
+    assert copy.deepcopy(factory) == factory
+    assert isolation_of(factory) == "process"
+    assert preload_of(factory) == ("json",)
+    assert isinstance(env_factory(f"file:{game}:Game")(), ProcessEnv)
+    check_options(config_with(tmp_path, f"env=file:{game}:Game", "env.options.size=2"))
+    loaded = config_with(tmp_path, f"env=file:{game}:Game", "env.options.sise=2")
+    with pytest.raises(ConfigError, match=r"env.options.sise: no such setting .* mean 'size'"):
+        check_options(loaded)
+    with pytest.raises(ConfigError, match=r"NoGame' has no method `reset`, `step`, `close`"):
+        config_with(tmp_path, f"env=file:{game}:NoGame")
+    with pytest.raises(ConfigError, match=r"the env 'file:.*value' is 7; it must be a class"):
+        config_with(tmp_path, f"env=file:{game}:value")
+    for name in (f"file:{game}", f"file:{game}:"):
+        with pytest.raises(PluginError, match=r"my game.py:Name' with one of Settings, Game, NoG"):
+            plugins.load("envs", name)

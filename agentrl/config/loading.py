@@ -114,8 +114,9 @@ def _check_names(config: RunConfig, origins: Mapping[str, str]) -> None:
     for _, env in envs_of(config):
         factory = plugins.load("envs", env.name)
         plugins.check_callable("envs", env.name, factory)
-        if isinstance(factory, type):
-            check_env_methods(env.name, factory)
+        made_by = factory.made_by if isinstance(factory, plugins.FileEnv) else factory
+        if isinstance(made_by, type):
+            check_env_methods(env.name, made_by)
     try:
         plugins.load("weight_transports", config.weights.transport)
     except PluginError as error:

@@ -24,7 +24,6 @@ from agentrl.protocols.env import (
     Env,
     call_restore,
     can_restore,
-    check_env_methods,
     preload_of,
     system_prompt_of,
     tools_of,
@@ -97,9 +96,7 @@ class _Hosted:
                 self._preload = list(preload_of(make))
                 return None
             os.chdir(self._scratch)
-            made = make()
-            check_env_methods(self._address, made)
-            env = pictured(made) if draws else made
+            env = pictured(make()) if draws else make()
             self._env = rewindable(recorded(env) if records else env)
         env = self._env
         # By position, as everywhere: an environment may call its parameter what it likes.
