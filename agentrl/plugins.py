@@ -142,8 +142,13 @@ def check_callable(kind: str, name: str, found: object) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the most similar of `known`, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    """` Did you mean 'x'?` for the most similar of `known`, or nothing; capitals do not count."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if not close or name.casefold() != close[0].casefold():
+        written = {one.casefold(): one for one in reversed(names)}
+        alike = difflib.get_close_matches(name.casefold(), written, n=1, cutoff=0.5)
+        close = [written[alike[0]]] if alike else close
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -4,7 +4,8 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Self, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -88,11 +89,17 @@ class Settings(BaseModel):
         """
         if isinstance(data, Mapping):
             return {
-                key: value
+                key: cls._no_number(key, value)
                 for key, value in data.items()
                 if value is not None or not cls._is_section(key)
             }
         return {} if data is None else data
+
+    @classmethod
+    def _no_number(cls, key: str, value: Any) -> Any:
+        """True and false as texts where a number belongs: Pydantic reads `steps: yes` as 1."""
+        field = cls.model_fields.get(key) if isinstance(value, bool) else None
+        return str(value) if field is not None and _is_number(field.annotation) else value
 
     @classmethod
     def _is_section(cls, key: str) -> bool:
@@ -133,6 +140,20 @@ class Settings(BaseModel):
 def _is_free(annotation: Any) -> bool:
     """True if a setting of this type may hold values of any kind."""
     return annotation is Any or any(map(_is_free, get_args(annotation)))
+
+
+def _is_number(annotation: Any) -> bool:
+    """True if a setting of this type may be a number, and neither true nor false nor a text."""
+    kinds, open_kinds = set[Any](), [annotation]
+    while open_kinds:
+        kind = open_kinds.pop()
+        if get_origin(kind) is Annotated:
+            open_kinds.append(get_args(kind)[0])
+        elif get_origin(kind) in {Union, UnionType}:
+            open_kinds += get_args(kind)
+        else:
+            kinds.add(kind)
+    return bool(kinds & {int, float}) and kinds.isdisjoint({bool, str, Any})
 
 
 def _may_be_infinite(field: FieldInfo) -> bool:

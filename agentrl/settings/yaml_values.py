@@ -85,7 +85,7 @@ def read_yaml(text: str | bytes, where: str) -> yaml.Node | None:
         raise ConfigError(f"{where} cannot be read as YAML: {character}".strip()) from error
     except yaml.MarkedYAMLError as error:
         raise ConfigError(
-            f"{_place(where, error.problem_mark)}this is not YAML: {_problem(error)}"
+            f"{_place(where, error.problem_mark)}this is not YAML: {_problem(error, text)}"
         ) from error
     except RecursionError as error:
         raise ConfigError(f"{_place(where, None)}{_TOO_DEEP}") from error
@@ -276,11 +276,24 @@ def _place(where: str, mark: yaml.Mark | None) -> str:
     return f"{where}{line}: " if where else ""
 
 
-def _problem(error: yaml.MarkedYAMLError) -> str:
+def _problem(error: yaml.MarkedYAMLError, text: str | bytes) -> str:
     problem = str(error.problem)
-    if "\\t" in problem or "\t" in problem:
+    begins = _character_at(text, error.problem_mark) if "cannot start any token" in problem else ""
+    if begins == "\t" or any(sign in problem for sign in ("\\t", "\t", "tab character")):
         return "a tab begins a line or a value: indent by spaces"
+    if begins in {"%", "@", "`"}:
+        return f"{begins} begins a value: put the value in quotes"
     if error.context is None:
         return problem
     begun = error.context_mark.line if error.context_mark else 0
     return f"{error.context}{f' of line {begun + 1}' if begun else ''}, {problem}"
+
+
+def _character_at(text: str | bytes, mark: yaml.Mark | None) -> str:
+    """The character that a mark is at; the parser in C does not name it."""
+    if mark is None:
+        return ""
+    whole = text.decode(errors="replace") if isinstance(text, bytes) else text
+    lines = whole.splitlines(keepends=True)
+    line = lines[mark.line] if mark.line < len(lines) else ""
+    return line[mark.column : mark.column + 1]

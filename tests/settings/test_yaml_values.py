@@ -3,19 +3,22 @@ as it was.
 """
 
 import math
+import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from agentrl.cli.arguments import env_options
 from agentrl.config import RunConfig, load_config, validate_config
 from agentrl.errors import ConfigError
 from agentrl.settings import yaml_values
+from agentrl.settings.base import Settings
 from agentrl.settings.yaml_values import in_yaml, read_value, read_yaml, to_yaml, value_of
 
 WRITTEN: list[tuple[str, Any]] = [
@@ -371,3 +374,59 @@ def test_a_value_that_files_do_not_keep_is_refused_at_launch(wrong: Any) -> None
     for value in (wrong, {"deep": [wrong]}):
         with pytest.raises(ConfigError, match=r"env\.options: .*(would come back|is a key)"):
             validate_config({"env": {"name": "frozen_lake", "options": {"x": value}}})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a:\n\tb: 1\n", "f:2: this is not YAML: a tab begins a line or a value: indent by"),
+        ("a: b\n\tc: d\n", "f:2: this is not YAML: a tab begins a line or a value: indent by"),
+        ("ä: ö\nb: %x\n", "f:2: this is not YAML: % begins a value: put the value in quotes"),
+        ("b: `x`\n", "f:1: this is not YAML: ` begins a value: put the value in quotes"),
+    ],
+)
+@pytest.mark.parametrize("encoded", [False, True])
+def test_a_character_that_begins_no_value_is_named(text: str, said: str, encoded: bool) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        read_yaml(text.encode() if encoded else text, "f")
+
+
+class _Numbers(Settings):
+    count: int = 1
+    rate: float | None = None
+    room: int | Literal["auto"] = "auto"
+    flag: bool = False
+    either: int | bool = 0
+    text: float | str = ""
+    value: Any = None
+
+
+@pytest.mark.parametrize("name", ["count", "rate", "room"])
+def test_true_is_no_number(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="Input should be a"):
+        _Numbers.model_validate({name: True})
+    taken = _Numbers.model_validate({"flag": True, "either": True, "value": True})
+    assert (taken.flag, taken.either, taken.value) == (True, True, True)
+    path = tmp_path / "run.yaml"
+    path.write_text("env: frozen_lake\nsteps: yes\n")
+    with pytest.raises(
+        ConfigError, match=r"^steps: Input should be a valid integer.* got 'True' \(.*:2\)"
+    ):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("STEPS=3", r"STEPS: no such setting .* Did you mean 'steps'?"),
+        ("algorithm=GRPO", r"no algorithm named 'GRPO'. Did you mean 'grpo'?"),
+        ("env=FrozenLake", r"no env named 'FrozenLake'. Did you mean 'frozen_lake'?"),
+    ],
+)
+def test_a_name_in_capitals_is_answered_with_the_right_one(
+    override: str, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("env: frozen_lake\n")
+    with pytest.raises(ConfigError, match=said):
+        load_config(path, [override])
