@@ -170,26 +170,40 @@ def open_index(
     place = str(source.resolve()) if isinstance(source, Path) else json.dumps(asdict(source))
     of_source = cache_folder() / "datasets" / _hash(place, checked_as)
     final = of_source / _hash(stamp)
-    if not final.exists():
+    found = _remembered(source, final)
+    if found is None:
         try:
             with _lock_folder(of_source):
-                _make(source, check, columns, final, stamp)
+                found = _remembered(source, final) or _make(source, check, columns, final, stamp)
         except OSError as error:
             raise ConfigError(
                 f"{source} cannot be indexed in the cache folder {of_source}: {error}."
                 " XDG_CACHE_HOME names another one"
             ) from error
-    found = _Found(**json.loads((final / "index.json").read_text()))
     index = RowIndex(source, final, found.digest, found.rows, stamp)
     return replace(index, _file=_stamp(index.rows_path))
 
 
+def _remembered(source: RowSource, folder: Path) -> _Found | None:
+    """The content of an index; None if it is not there, or not whole: what cleans caches deletes
+    single files.
+    """
+    try:
+        found = _Found(**json.loads((folder / "index.json").read_bytes()))
+        sizes = {(folder / name).stat().st_size for name in ("offsets.u64", "keys.u64")}
+        if sizes != {8 * found.rows}:
+            return None
+        rows = source if _is_lines(source) else folder / "rows.jsonl"
+        last = int(_numbers(folder / "offsets.u64", found.rows)[-1]) if found.rows else -1
+        return found if last < rows.stat().st_size else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
 def _make(
     source: RowSource, check: Check, columns: Collection[str], final: Path, stamp: tuple[int, int]
-) -> None:
-    """Make the folder of an index, unless another process has made it."""
-    if final.exists():
-        return
+) -> _Found:
+    """Make the folder of an index."""
     for outdated in [path for path in final.parent.glob("[!.]*") if path.is_dir()]:
         remove_folder(outdated)
     folder = new_unfinished(final)
@@ -199,6 +213,7 @@ def _make(
         raise ConfigError(f"{source} has changed while it was read: start again when it is written")
     (folder / "index.json").write_text(json.dumps(asdict(found)))
     finish_folder(final)
+    return found
 
 
 def _build(

@@ -640,6 +640,21 @@ def test_an_index_is_made_once_and_made_again_when_the_file_changes(
     assert json.loads(index.read_text())["rows"] == 25
 
 
+@pytest.mark.parametrize("lost", ["index.json", "offsets.u64", "keys.u64", "rows.jsonl"])
+@pytest.mark.parametrize("cut", [True, False])
+def test_an_index_of_which_a_file_is_lost_or_cut_off_is_made_again(
+    tmp_path: Path, lost: str, cut: bool
+) -> None:
+    as_parquet(tmp_path / "a.parquet", questions(9))
+    source = tasks(tmp_path / "a.parquet", held_out=0.0)
+    before = [source.task(n) for n in range(9)]
+    (file,) = (tmp_path / "cache").rglob(lost)
+    file.write_bytes(file.read_bytes()[:20]) if cut else file.unlink()
+    again = tasks(tmp_path / "a.parquet", held_out=0.0)
+    assert [again.task(n) for n in range(9)] == before
+    assert again.fingerprint == source.fingerprint
+
+
 def test_a_file_that_changes_while_it_is_read_is_refused_and_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
