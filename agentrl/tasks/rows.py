@@ -21,6 +21,7 @@ from uuid import UUID
 
 from pydantic_core import from_json
 
+from agentrl import plugins
 from agentrl.errors import ConfigError, ImageError
 from agentrl.package.distribution import install_command
 from agentrl.tokens.encoded_image import EncodedImage
@@ -143,7 +144,11 @@ def _begins_with(path: Path, begin: bytes) -> bool:
 
 def _sources(data: str, split: str, subset: str | None, revision: str | None) -> list[RowSource]:
     path = Path(data).expanduser()
-    if path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # the name is too long
+        raise ConfigError(f"there is no file or folder {data!r:.200}: {error.strerror}") from error
+    if is_file:
         if kind_of(path) is None:
             other = _OTHER_FILES.get(path.suffix.lower(), "")
             raise ConfigError(f"{data}: a file of tasks is one of {FILES}, by its name{other}")
@@ -156,11 +161,16 @@ def _sources(data: str, split: str, subset: str | None, revision: str | None) ->
 
 
 def _no_path(data: str) -> str:
-    """What to write instead of a pattern or an address."""
+    """What to write instead of a pattern, an address, or the name of no file."""
     if "://" in data:
         return ": an address is not read, so fetch it, and name the file"
     pattern = any(sign in data for sign in "*?[")
-    return ": a pattern is not read, so name the folder, whose files are" if pattern else ""
+    if pattern:
+        return ": a pattern is not read, so name the folder, whose files are"
+    path = Path(data).expanduser()
+    there = [one.name for one in path.parent.glob("[!.]*") if one.is_dir() or kind_of(one)]
+    close = plugins.nearest(path.name, there)
+    return f".{close}" if close else ""
 
 
 def _in_folder(folder: Path, split: str, subset: str | None) -> list[Path]:

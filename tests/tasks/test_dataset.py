@@ -4,6 +4,7 @@ continues.
 
 import gzip
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
@@ -696,6 +697,10 @@ def test_a_cache_folder_that_cannot_be_written_is_named_and_a_full_one_is_enough
     [
         ("nowhere.jsonl", "there is no file or folder 'nowhere.jsonl'"),
         ("./nowhere", "there is no file or folder './nowhere'"),
+        ("{tmp}/emtpy.jsonl", "emtpy.jsonl'. Did you mean 'empty.jsonl'?"),
+        ("{tmp}/*.jsonl", "*.jsonl': a pattern is not read, so name the folder"),
+        ("https://a.b/c.jsonl", "an address is not read, so fetch it, and name the file"),
+        ("/" + "x" * 999 + "/a.jsonl", "File name too long"),
         (
             "{tmp}/data.txt",
             "a file of tasks is one of .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow",
@@ -708,7 +713,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, data: str, why: 
     (tmp_path / "data.txt").write_text("x")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "broken.parquet").write_text("x")
-    with pytest.raises(ConfigError, match=why.replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=re.escape(why)):
         tasks(data.format(tmp=tmp_path))
 
 
