@@ -133,7 +133,8 @@ def test_a_broken_plug_in_that_nothing_uses_is_left_out_with_a_warning(
     assert "unused" not in [name for name, _ in plugins.usable("trainers")]
     listed = agentrl("envs")
     assert listed.returncode == 0
-    assert "not today" in listed.stdout
+    for name in ("calculator", "unused"):  # whatever else a narrow table leaves of a line
+        assert name in listed.stdout
     assert "FrozenLake" in listed.stdout
 
 
