@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from agentrl import plugins
+from agentrl.cli import environments
 from agentrl.config.from_file import load_config
 from agentrl.config.loading import check_options
 from agentrl.conversation.tool_formats import known_marks
@@ -120,8 +122,13 @@ def test_a_name_that_several_packages_register_is_refused_and_each_has_its_addre
 
 
 def test_a_broken_plug_in_that_nothing_uses_is_left_out_with_a_warning(
-    install: Install, caplog: pytest.LogCaptureFixture, agentrl: Any
+    install: Install,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    agentrl: Any,
 ) -> None:
+    # A narrow table breaks the line that is looked for.
+    monkeypatch.setattr(environments, "console", Console(width=1000))
     kinds = ("envs", "tool_formats", "staleness_rules", "trainers")
     points = "".join(f"[agentrl.{kind}]\nunused = unused_parts:Part\n" for kind in kinds)
     install("unused", points, unused_parts="raise RuntimeError('not today')\n")
@@ -133,8 +140,7 @@ def test_a_broken_plug_in_that_nothing_uses_is_left_out_with_a_warning(
     assert "unused" not in [name for name, _ in plugins.usable("trainers")]
     listed = agentrl("envs")
     assert listed.returncode == 0
-    for name in ("calculator", "unused"):  # whatever else a narrow table leaves of a line
-        assert name in listed.stdout
+    assert "not today" in listed.stdout
     assert "FrozenLake" in listed.stdout
 
 
