@@ -166,7 +166,7 @@ def installed(kind: str) -> list[Plugin]:
 def usable(kind: str) -> Iterator[tuple[str, Any]]:
     """(name, object) of each plug-in of a kind that can be loaded, for what looks at all of them.
 
-    One that cannot is left out with a warning: nobody has asked for it by its name.
+    A broken one is left out with a warning, since the caller has not named it.
     """
     for name in sorted(_registered(kind)):
         try:

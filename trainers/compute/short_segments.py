@@ -59,7 +59,8 @@ def attend_in_pieces(
     pieces that have no other tokens are 0.
     """
     pieces = tuple(_pieces(query_RHLD.shape[2], repeated))
-    out: Tensor = _InPieces.apply(query_RHLD, key_RKLD, value_RKLD, pieces, scaling)  # type: ignore[no-untyped-call]
+    inputs = (query_RHLD, key_RKLD, value_RKLD, pieces, scaling)
+    out: Tensor = _InPieces.apply(*inputs)  # type: ignore[no-untyped-call]
     return out
 
 
