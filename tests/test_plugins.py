@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from agentrl.hosting.pool import EnvPool
 from agentrl.hosting.process_env import ProcessEnv
 from agentrl.protocols.env import isolation_of, preload_of
 from agentrl.rollout.rule_registry import load_rule
+from tests.distributions import write_distribution
 
 Install = Callable[..., None]
 
@@ -30,16 +32,7 @@ Install = Callable[..., None]
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Installs a package of these entry points, with modules of this code."""
     monkeypatch.syspath_prepend(tmp_path)
-
-    def write(package: str, points: str = "", **modules: str) -> None:
-        info = tmp_path / f"{package}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(points)
-        for name, code in modules.items():
-            (tmp_path / f"{name}.py").write_text(code)
-
-    return write
+    return partial(write_distribution, tmp_path)
 
 
 def config_with(tmp_path: Path, *overrides: str) -> Any:

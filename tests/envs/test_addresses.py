@@ -16,6 +16,7 @@ from agentrl.envs import gymnasium_text
 from agentrl.envs.calculator import Calculator
 from agentrl.errors import PluginError
 from agentrl.testing import check_env
+from tests.distributions import write_distribution
 
 GAME = """
 from agentrl.envs.base import TextEnv
@@ -43,12 +44,7 @@ def install(
     **modules: str,
 ) -> None:
     """A distribution of these modules and entry points, as pip would have left it."""
-    about = folder / f"{distribution}-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(entry_points)
-    for name, text in modules.items():
-        (folder / f"{name}.py").write_text(text)
+    write_distribution(folder, distribution, entry_points, **modules)
     monkeypatch.syspath_prepend(folder)
 
 
