@@ -52,7 +52,7 @@ def evaluate(  # noqa: PLR0917  typer calls it by name
     model = model_to_evaluate(run, loaded, step)
     steps = int(model.name.removeprefix("step_")) if run.is_dir() else 0
     if report is None and run.is_dir():
-        report = run / "evaluations" / f"eval-{datetime.now():%Y%m%d-%H%M%S}"
+        report = run / "evaluations" / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"
     report = output(report, within="evaluations") if report is not None else None
 
     async def play() -> Any:

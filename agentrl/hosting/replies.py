@@ -121,7 +121,7 @@ def _text(where: str, observation: Any) -> str:
 
 
 def _scalar(value: Any) -> Any:
-    """A scalar of NumPy or torch as Python's; anything else as it is."""
+    """A scalar or an array of NumPy or torch as Python's; anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -193,8 +193,8 @@ def _plain(where: str, value: Any, path: str) -> Any:
         }
     if isinstance(value, list | tuple):
         return [_plain(where, one, f"{path}[{number}]") for number, one in enumerate(value)]
-    if hasattr(value, "tolist"):
-        return _plain(where, value.tolist(), path)
+    if (bare := _scalar(value)) is not value:
+        return _plain(where, bare, path)
     if isinstance(value, Real):  # a fraction
         return float(value)
     raise EnvError(
