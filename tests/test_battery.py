@@ -18,6 +18,7 @@ from benchmarks.battery.pieces import PIECES
 from benchmarks.battery.report import write_report
 from benchmarks.battery.runner import run_piece
 from tests.processes import still_alive
+from tests.tiers import only
 
 GPUS = torch.cuda.device_count()
 BY_NAME = {piece.name: piece for piece in PIECES}
@@ -32,7 +33,7 @@ def answered(piece: Piece, folder: Path) -> Result:
     return read_result(piece, findings.file, "it came to no verdict")
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", only(QUICK, "attention", "local-engine"))
 def test_a_piece_that_a_cpu_can_answer_passes_there(name: str, tmp_path: Path) -> None:
     result = answered(BY_NAME[name], tmp_path)
     assert (result.verdict, result.reason) == ("passed", "")
@@ -41,9 +42,7 @@ def test_a_piece_that_a_cpu_can_answer_passes_there(name: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["profile", "offload", "weights", pytest.param("fsdp", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", only(["profile", "offload", "weights", "fsdp"], "offload"))
 def test_so_does_a_piece_about_ranks_or_weights(name: str, tmp_path: Path) -> None:
     assert answered(BY_NAME[name], tmp_path).verdict == "passed"
 

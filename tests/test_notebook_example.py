@@ -14,10 +14,8 @@ NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 SMALLER = {"steps: 16": "steps: 2", "episodes: 1024": "episodes: 64", "tasks: 100": "tasks: 8"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "smaller", [SMALLER, pytest.param({}, marks=pytest.mark.long)], ids=["two steps", "as it is"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("smaller", [SMALLER, {}], ids=["two steps", "as it is"])
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, smaller: dict[str, str]) -> None:
     text = NOTEBOOK.read_text()
     for whole, part in smaller.items():

@@ -24,6 +24,7 @@ from agentrl.oracles.estimators import (
     t_maze,
 )
 from agentrl.trajectory import BranchPoint, Group
+from tests.tiers import evenly
 
 PROBLEMS = {
     "stopping": stopping(),
@@ -186,7 +187,7 @@ def table_row(name: str, problem: str) -> tuple[float, float, float]:
 @pytest.mark.parametrize(
     "problem", ["stopping", "t_maze", "chain", pytest.param("dialogue", marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", evenly(CASES, 3))
 def test_the_docs_say_how_biased_and_how_noisy_they_are(name: str, problem: str) -> None:
     page = (Path(__file__).parents[2] / "docs" / "branches.md").read_text()
     (row,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", page, re.MULTILINE)

@@ -46,6 +46,7 @@ from tests.algorithms.crossings import (
 )
 from tests.algorithms.true_gradients import Policies, spans_of, wanted
 from tests.covering import Coverage
+from tests.tiers import evenly
 
 PAGE = Path(__file__).parents[2] / "docs" / "oracles.md"
 COLUMNS = ("stopping", "bandit", "corridor", "mixture")
@@ -300,7 +301,7 @@ def test_all_pairs_of_settings_are_refused_by_name_or_follow_the_gradient(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("name", evenly(BIASES, 7))
 def test_the_docs_say_how_far_each_bias_turns_the_gradient(name: str, base: Path) -> None:
     angles = []
     for column in COLUMNS:

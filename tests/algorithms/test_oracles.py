@@ -43,6 +43,7 @@ from agentrl.oracles.estimators import (
 from agentrl.protocols import MemberAdvantage
 from agentrl.tokens.arrays import ints
 from agentrl.trajectory import SEGMENT, Group, Score
+from tests.tiers import evenly_crossed
 
 PROBLEMS = {
     "bandit": bandit(),
@@ -167,8 +168,7 @@ def test_every_advantage_with_every_surrogate_follows_the_gradient(
     assert direction == pytest.approx(1)
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("name", UNBIASED)
+@pytest.mark.parametrize(("name", "problem"), evenly_crossed(43, UNBIASED, PROBLEMS))
 def test_the_expected_gradient_is_that_of_the_mean_return(name: str, problem: str) -> None:
     off, direction = measured(UNBIASED[name], problem)
     assert off < 1e-5
@@ -205,8 +205,7 @@ TOLD_BY_GROUPS: dict[str, Row] = {
 """Algorithms that `rollout.filter_zero_variance` is allowed with."""
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("name", TOLD_BY_GROUPS)
+@pytest.mark.parametrize(("name", "problem"), evenly_crossed(19, TOLD_BY_GROUPS, PROBLEMS))
 def test_filtering_groups_that_teach_nothing_turns_no_gradient(name: str, problem: str) -> None:
     """With the filter by whole rewards, reinforce's turned round on the bandit (cosine -0.78)."""
     algorithm, members = TOLD_BY_GROUPS[name]

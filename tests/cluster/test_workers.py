@@ -24,6 +24,7 @@ from agentrl.cluster.workers import StartWorkers, Worker, start_all
 from agentrl.errors import ConfigError, StallError, WorkerDiedError
 from tests.cluster.shared_ray import join_shared_ray
 from tests.processes import PATIENCE_SECONDS, hit, still_alive
+from tests.tiers import only
 
 
 class Counter:
@@ -75,7 +76,7 @@ def start(request: pytest.FixtureRequest) -> StartWorkers:
     return RayWorkers(lease=LEASE)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", only([1, 2], 2))
 def test_calls_reach_all_workers_and_answers_come_by_rank(start: StartWorkers, count: int) -> None:
     async def main() -> None:
         group = await start("counter", Counter, count)
@@ -121,7 +122,7 @@ def test_arrays_reach_other_processes_in_shared_memory_which_is_free_after_the_c
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", only([1, 2], 2))
 def test_what_a_worker_raises_comes_through_and_it_lives_on(
     start: StartWorkers, count: int
 ) -> None:

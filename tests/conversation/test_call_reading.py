@@ -22,6 +22,7 @@ from agentrl.conversation.vllm_parsers import vllm_reader
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.chat_templates import templates, tokenizer_of
 from tests.properties import examples
+from tests.tiers import evenly
 
 HARD = (
     "    if x:\n        return 1\n",
@@ -296,7 +297,7 @@ def plain(text: str) -> str:
     return re.sub(r"\s", "", text)
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", evenly(WRITERS, 6))
 def test_no_spoiled_call_is_run_half_or_dropped_in_silence(name: str) -> None:
     one = renderer(name)
     call = ToolCall("write", {"text": "left right", "count": 37})

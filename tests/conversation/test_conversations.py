@@ -23,6 +23,7 @@ from agentrl.tokens.arrays import ints
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.chat_templates import templates, tokenizer_of
 from tests.properties import examples
+from tests.tiers import evenly
 
 FEW = (
     "cohere2",
@@ -207,7 +208,7 @@ def test_any_roles_extend_a_conversation_with_all_that_was_said_and_nothing_forg
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(templates()))
+@pytest.mark.parametrize("name", evenly(sorted(templates()), 24))
 def test_random_roles_are_rendered_by_every_template_and_family(name: str) -> None:
     check_random_roles(
         renderers(name), tokenizer_of(name).added_tokens_decoder, Random(name), count=12

@@ -33,6 +33,7 @@ from agentrl.tokens.arrays import ints
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.chat_templates import templates, tokenizer_of
 from tests.properties import examples
+from tests.tiers import evenly
 
 FIND = {
     "type": "function",
@@ -375,7 +376,7 @@ HARMONY_CALLS = [
 @pytest.mark.parametrize(
     "thought", ["", "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant"]
 )
-@pytest.mark.parametrize("header", HARMONY_CALLS)
+@pytest.mark.parametrize("header", evenly(HARMONY_CALLS, 1))
 def test_gpt_oss_is_read_though_its_template_ends_prompts_before_the_channel(
     thought: str, header: str
 ) -> None:

@@ -132,6 +132,7 @@ def test_no_text_of_others_becomes_a_control_token_of_a_real_model(
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", models(in_ci=["qwen-3.5"]))
 def test_random_roles_are_rendered_by_a_real_model(name: str, data: Path, tmp_path: Path) -> None:
     folder = model_folder(data, name, tmp_path / name)
@@ -142,7 +143,7 @@ def test_random_roles_are_rendered_by_a_real_model(name: str, data: Path, tmp_pa
     check_random_roles(ones, load_tokenizer(folder).added_tokens_decoder, Random(name), count=6)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", models(in_ci=["glm-4.7-flash"]))
 def test_the_calls_of_a_real_model_reach_the_environment(
     name: str, data: Path, tmp_path: Path
 ) -> None:
@@ -162,7 +163,7 @@ def test_the_calls_of_a_real_model_reach_the_environment(
     ]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", models(in_ci=["deepseek-v3.1"]))
 def test_texts_reach_the_tools_of_a_real_model_to_the_letter(
     name: str, data: Path, tmp_path: Path
 ) -> None:

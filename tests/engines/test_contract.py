@@ -46,6 +46,7 @@ from agentrl.trajectory import Completion
 from agentrl.weights.bundle import BundlePlace, WeightBundle
 from agentrl.weights.low_rank import Factors, LowRank
 from tests.processes import still_alive, title
+from tests.tiers import only
 
 T = TypeVar("T")
 MAX_BATCH = 8
@@ -502,7 +503,7 @@ def test_logprobs_are_of_the_sampled_distribution(served: Served, temperature: f
         served.assert_true(request, completion)
 
 
-@pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("temperature", only([0.6, 1.0], 0.6))
 # over HTTP come the tokens that the engine behind it draws, as the next test says
 @owns_its_weights
 def test_tokens_are_drawn_from_the_model_s_distribution(served: Served, temperature: float) -> None:

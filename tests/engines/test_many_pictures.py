@@ -29,6 +29,7 @@ from agentrl.trainers.packing import micro_batches
 from agentrl.trainers.rank.worker import TrainerRank
 from agentrl.trainers.spec import TrainerSpec
 from agentrl.trajectory import Message, Task, Terminated, Trajectory, Turn
+from tests.tiers import only
 
 TURNS = 50
 GEMMA: tuple[Literal["gemma3", "gemma4"], ...] = ("gemma3", "gemma4")
@@ -75,9 +76,7 @@ async def played(folder: Path) -> Trajectory:
     return Trajectory("e", task, tuple(turns), Terminated(), conversation.messages, 1.0)
 
 
-@pytest.mark.parametrize(
-    "name", ["tiny_vision", *(pytest.param(one, marks=pytest.mark.slow) for one in GEMMA)]
-)
+@pytest.mark.parametrize("name", only(["tiny_vision", *GEMMA], "tiny_vision"))
 def test_a_row_of_fifty_pictures_has_the_engines_logprobs_in_the_trainer(
     name: Literal["tiny_vision", "gemma3", "gemma4"], folder: Path, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from agentrl.tokens.arrays import ints
 from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.tokens.placed_images import PlacedImage, shifted
 from agentrl.trajectory import Completion
+from tests.tiers import evenly
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 Context = tuple[list[int], tuple[PlacedImage, ...]]
@@ -160,7 +161,7 @@ def check(family: Family, context: Context, answer: Completion) -> None:
     "name",
     [
         "qwen2_5_vl",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES if one != "qwen2_5_vl"),
+        *(pytest.param(one, marks=pytest.mark.long) for one in FAMILIES if one != "qwen2_5_vl"),
     ],
 )
 def test_answers_are_those_of_the_familys_own_forward_pass(
@@ -243,7 +244,7 @@ def test_a_model_without_eyes_and_tokens_of_others_are_refused(
         asyncio.run(ask(seeing_model_dir))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", evenly(FAMILIES, 3))
 def test_an_engine_over_http_reads_pictures_as_it_does_itself(
     name: VisionFamily, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from agentrl.engines.local import LocalEngine
 from agentrl.testing.vision_models import create_tiny_vision_model
 from agentrl.tokens.placed_images import shifted
 from tests.engines.test_seeing import Context, Family, check, picture, request
+from tests.tiers import only
 
 ONE, OTHER, WIDE = picture(0), picture(1), picture(2, 60, 130)
 CONFIG = LocalEngine.Config(dtype="float32", max_batch=8)
@@ -39,9 +40,7 @@ def contexts(family: Family) -> list[Context]:
     ]
 
 
-@pytest.mark.parametrize(
-    "step_tokens", [5, 23, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 16, 40))]
-)
+@pytest.mark.parametrize("step_tokens", only([1, 5, 16, 23, 40], 5))
 def test_steps_of_any_size_see_whole_pictures(
     folder: Path,
     family: Family,

@@ -15,6 +15,7 @@ from agentrl import plugins
 from agentrl.config import RunConfig, load_config
 from agentrl.envs.base import TextEnv
 from agentrl.runs.task_sources import task_source
+from tests.tiers import evenly
 
 CONFIGS = sorted((Path(__file__).parents[2] / "examples" / "learn").glob("*.yaml"))
 NOT_THE_TASK = {"rng", "_index", "programs", "solution"}
@@ -56,7 +57,7 @@ def contents(config: RunConfig, splits: Mapping[str, int]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", evenly(CONFIGS, 2), ids=lambda path: path.stem)
 @pytest.mark.parametrize(
     "seed",  # those of benchmarks/learn.py
     [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 4, 6, 8))],

@@ -111,6 +111,7 @@ def test_a_ledger_that_a_full_disk_keeps_from_being_opened_is_not_called_damaged
 
 @pytest.mark.slow
 # The new model, and a checkpoint or its optimizer.
+@pytest.mark.long
 @pytest.mark.parametrize("size", [100 << 10, pytest.param(3 << 20, marks=pytest.mark.long)])
 def test_a_run_whose_files_become_too_large_says_so_in_a_sentence(
     tmp_path: Path, size: int

@@ -21,6 +21,7 @@ from agentrl.flow import (
     pause_deadlines,
     run_virtual,
 )
+from tests.tiers import only
 
 
 def heavy_tailed_run(seed: int, episodes: int) -> tuple[str, float]:
@@ -44,7 +45,7 @@ def heavy_tailed_run(seed: int, episodes: int) -> tuple[str, float]:
     return run_virtual(main)
 
 
-@pytest.mark.parametrize("episodes", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("episodes", only([1_000, 10_000], 1_000))
 def test_thousands_of_heavy_tailed_episodes_run_in_virtual_time_in_seconds_with_one_hash(episodes):
     started = time.perf_counter()
     first, virtual = heavy_tailed_run(7, episodes)

@@ -12,6 +12,7 @@ from agentrl.gateway.openai_responses import RESPONSES
 from agentrl.gateway.vendor_types import checker
 from agentrl.gateway.wire import WireProtocol
 from tests.gateway.served import TOOL
+from tests.tiers import evenly
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 CHAT_MESSAGES = [
@@ -96,7 +97,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("protocol", "body"), CASES)
+@pytest.mark.parametrize(("protocol", "body"), evenly(CASES, 40))
 def test_json_is_checked_as_the_vendors_type_does(protocol: WireProtocol, body):
     body = (
         {**body, "messages": [*body["messages"]]}

@@ -24,6 +24,7 @@ from agentrl.hosting.pool import EnvPool
 from agentrl.hosting.process_env import ProcessEnv
 from agentrl.testing import check_env
 from tests.processes import still_alive
+from tests.tiers import only
 
 ROOT = Path(__file__).parents[2]
 
@@ -206,7 +207,7 @@ def test_requirements_are_installed_once_whoever_asks_and_what_was_left_half_mad
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", ["uv", "pip"])
+@pytest.mark.parametrize("tool", only(["uv", "pip"], "uv"))
 def test_what_cannot_be_installed_ends_with_the_installer_s_words_and_leaves_nothing(
     tool, cache, monkeypatch
 ):

@@ -32,6 +32,7 @@ from agentrl.planner.run_facts import model_of, placement_request_of, stages_of
 from agentrl.planner.search import make_plan
 from agentrl.simulate.stages import workload
 from tests.properties import examples
+from tests.tiers import only
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 H100 = gpu_named("H100")
@@ -76,7 +77,7 @@ SHIPPED = {
 }
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", only(SHIPPED, "qwen3_8b", "disaggregated_16gpu", "frozen_lake"))
 def test_shipped_configs_get_a_map_that_respects_memory(name: str) -> None:
     inventory, mode = SHIPPED[name]
     plan = planned(inventory, name, *SMALL)

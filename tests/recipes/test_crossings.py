@@ -171,7 +171,8 @@ def test_every_pair_of_settings_is_accepted_or_refused_by_a_sentence_that_names_
     ("recipes", "most"),
     [
         pytest.param(PLAYED, 3, marks=pytest.mark.long, id="played"),
-        pytest.param(STILL, 2, id="still"),
+        pytest.param(STILL, 2, marks=pytest.mark.long, id="still"),
+        pytest.param(STILL, 1, id="one that is still"),
     ],
 )
 def test_runs_of_crossing_settings_end_well_and_can_be_resumed(
@@ -199,13 +200,18 @@ def test_what_only_the_start_can_tell_is_refused_before_any_work(runs: Runs) -> 
 @pytest.mark.parametrize(
     "choices",
     [
-        pytest.param({"evaluation": "ends"}, id="a resumed run evaluates only what is due"),
+        pytest.param(
+            {"evaluation": "ends"},
+            marks=pytest.mark.long,
+            id="a resumed run evaluates only what is due",
+        ),
         pytest.param(
             {"recipe": "dpo", "evaluation": "ends"},
             id="a recipe names the sections that it does not use",
         ),
         pytest.param(
             {"env": "frozen opponent", "evaluation": "suite"},
+            marks=pytest.mark.long,
             id="the policy plays a suite without the agents alone",
         ),
     ],

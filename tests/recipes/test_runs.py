@@ -157,7 +157,7 @@ def versions_of(part: dict[str, Any]) -> list[int]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_straggler_that_outlasts_four_steps_is_trained_on_in_parts_and_holds_none_of_them(
     tmp_path,
 ):
@@ -629,6 +629,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path, agentrl):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 def test_the_same_config_trains_on_vllm_which_does_not_outlive_it(tmp_path):
     settings = ["engine=vllm", "engine.max_batch=16", "steps=1000", "rollout.max_staleness=0"]

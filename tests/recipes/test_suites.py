@@ -114,7 +114,7 @@ def test_suites_are_played_at_their_steps_saved_kept_and_compared(path: Path, ag
     assert re.search(r"difference \+0.0% \(95 % interval -\d.*% to \+\d.*%\)", done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_evaluation_beside_training_changes_no_weight_and_arrives_under_its_step(
     path: Path, agentrl: Any
 ) -> None:

@@ -124,6 +124,7 @@ def test_a_file_of_questions_is_trained_on_once_an_epoch_and_a_run_does_not_go_o
     assert "are not those that the run in" in done.stderr
 
 
+@pytest.mark.long
 def test_a_mixture_trains_each_environment_in_its_own_way_and_goes_on_with_the_same_tasks(
     tmp_path: Path, agentrl: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

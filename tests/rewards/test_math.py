@@ -13,6 +13,7 @@ from agentrl.rewards.rules.notation import number_in, plain
 from agentrl.rewards.rules.units import unit_of, units_differ
 from agentrl.scoring.build import build_reward
 from agentrl.testing.rewards import trajectory
+from tests.tiers import evenly
 
 TABLE = [
     (
@@ -520,7 +521,7 @@ def judge(answer: str, gold: object) -> float:
 
 
 @pytest.mark.slow  # importing sympy takes seconds
-@pytest.mark.parametrize(("gold", "right", "wrong"), TABLE)
+@pytest.mark.parametrize(("gold", "right", "wrong"), evenly(TABLE, 60))
 def test_an_answer_is_paid_exactly_where_it_equals_the_right_one(gold, right, wrong):
     assert {answer: judge(answer, gold) for answer in right} == dict.fromkeys(right, 1.0)
     assert {answer: judge(answer, gold) for answer in wrong} == dict.fromkeys(wrong, 0.0)

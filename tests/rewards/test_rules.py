@@ -304,7 +304,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rule_that_hangs_when_the_driver_is_killed_does_not_outlive_it_for_long(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)

@@ -49,6 +49,8 @@ PLACES = [
     pytest.param("processes", marks=pytest.mark.slow),
     pytest.param("ray", marks=pytest.mark.slow),
 ]
+NEARBY = [*PLACES[:2], pytest.param("ray", marks=pytest.mark.long)]
+"""Of what Ray's actors have no part in."""
 
 
 def start_at(place: str, **options: Any) -> StartWorker:
@@ -170,7 +172,7 @@ def test_workers_play_train_and_record_what_one_process_does(place, tmp_path):
         ledger.close()
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", NEARBY)
 def test_a_failure_of_an_episode_comes_back_as_it_is(place):
     async def main() -> None:
         def refuses(request: GenerateRequest) -> Exception | None:
@@ -190,7 +192,7 @@ def test_a_failure_of_an_episode_comes_back_as_it_is(place):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", NEARBY)
 def test_wrong_settings_are_raised_with_their_frames(place):
     async def main() -> None:
         async with workers_at(place, 1) as workers:
@@ -203,7 +205,7 @@ def test_wrong_settings_are_raised_with_their_frames(place):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", NEARBY)
 def test_parts_that_cannot_be_opened_end_the_start(place):
     async def main() -> None:
         async with workers_at(place, 2, parts=no_parts):
@@ -444,10 +446,19 @@ def memory_of_parcels() -> tuple[int, int]:
     return mapped, sum("agentrl-parcel" in name for name in kept)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("here", [True, False], ids=["this machine", "another"])
-def test_long_episodes_are_mapped_where_the_worker_has_laid_them(place, here, monkeypatch):
-    if not here:
+@pytest.mark.parametrize(
+    ("place", "is_here"),
+    [
+        ("inline", True),
+        ("inline", False),
+        pytest.param("processes", True, marks=pytest.mark.slow),
+        pytest.param("processes", False, marks=pytest.mark.long),
+        pytest.param("ray", True, marks=pytest.mark.long),
+        pytest.param("ray", False, marks=pytest.mark.long),
+    ],
+)
+def test_long_episodes_are_mapped_where_the_worker_has_laid_them(place, is_here, monkeypatch):
+    if not is_here:
         monkeypatch.setattr(MemoryProbe, "is_reachable", lambda probe: False)
 
     async def main() -> None:
@@ -456,7 +467,7 @@ def test_long_episodes_are_mapped_where_the_worker_has_laid_them(place, here, mo
             gc.collect()
             mapped, _ = memory_of_parcels()
             found = [await workers.play(LONG, episode(seed), print) for seed in (2, 3)]
-            assert memory_of_parcels()[0] - mapped == (2 if here else 0)
+            assert memory_of_parcels()[0] - mapped == (2 if is_here else 0)
             await eventually(lambda: memory_of_parcels()[1] == 0)  # the worker has given it up
         async with engine, dice_parts(lambda name: engine) as make_runner:
             runner = make_runner(LONG)

@@ -718,8 +718,8 @@ def test_hostile_programs_that_end_by_themselves_are_contained(
     )
 
 
-@pytest.mark.slow
-@each_backend
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.long
 def test_a_hundred_hostile_programs_are_contained_and_the_pool_lives(
     backend: str, targets: dict[str, str]
 ) -> None:

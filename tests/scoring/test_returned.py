@@ -23,6 +23,7 @@ from agentrl.scoring.returned import as_score, as_scores, own_metrics, turn_rewa
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.testing.rewards import trajectory
 from agentrl.trajectory import Failed, Score, Scored
+from tests.tiers import evenly, only
 
 PLAYED = trajectory("hello")
 
@@ -228,7 +229,7 @@ def scored(path: Path, reward: dict[str, object]) -> Score:
         ("LAMBDA_ASYNC", {}, 3.0),
     ],
 )
-@pytest.mark.parametrize("isolation", ["inline", "thread"])
+@pytest.mark.parametrize("isolation", only(["inline", "thread"], "inline"))
 def test_rewards_may_be_partials_callable_instances_and_methods(
     name, settings, value, isolation, tmp_path
 ):
@@ -238,7 +239,9 @@ def test_rewards_may_be_partials_callable_instances_and_methods(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "value"), [("TWICE", 6.0), ("COUNTING", 9.0), ("METHOD", 9.0)])
+@pytest.mark.parametrize(
+    ("name", "value"), evenly([("TWICE", 6.0), ("COUNTING", 9.0), ("METHOD", 9.0)], 1)
+)
 def test_partials_and_callable_instances_run_in_a_process(name, value, tmp_path):
     assert scored(tmp_path, {"name": f"{__name__}:{name}", "isolation": "process"}).value == value
 

@@ -81,6 +81,7 @@ def test_rules_on_workers_hang_and_die_for_themselves_only(start: StartWorker) -
     assert still_alive(pids, 10) == []
 
 
+@pytest.mark.long
 def test_a_worker_whose_successors_die_as_they_start_is_replaced_all_the_same(
     start: StartWorker,
 ) -> None:

@@ -29,6 +29,7 @@ from agentrl.trainers.compute.recomputation import recompute_blocks
 from agentrl.trainers.compute.short_segments import SHORT_PIECE
 from agentrl.trainers.packing import MicroBatch
 from tests.memory import peak_bytes
+from tests.tiers import evenly_crossed
 
 SMALL = {
     "vocab_size": 60,
@@ -385,9 +386,10 @@ def by_pieces_and_kernel(lengths, options, monkeypatch, *, sinks, again):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window", [None, 1, 40, 1000])
-@pytest.mark.parametrize("kind", ["cap", "sinks", "both"])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("again", "kind", "window"),
+    evenly_crossed(7, [False, True], ["cap", "sinks", "both"], [None, 1, 40, 1000]),
+)
 def test_one_kernel_for_caps_and_sinks_gives_what_the_pieces_give(
     flex_here, monkeypatch, window, kind, again
 ):

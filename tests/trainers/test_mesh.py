@@ -665,11 +665,13 @@ LEAKING = f"{__name__}:open_leaking"
 @pytest.mark.parametrize(
     ("sharding", "kind", "mesh", "match"),
     [
-        (LEAKING, "dense", {"context_parallel": 2}, "computes other outputs .* are cut"),
         pytest.param(
+            *(LEAKING, "dense", {"context_parallel": 2}, "computes other outputs .* are cut"),
+            marks=pytest.mark.long,
+        ),
+        (
             *("fsdp", "mixture with sinks", {"tensor_parallel": 2}),
             "GptOssForCausalLM .* has no plan",
-            marks=pytest.mark.long,
         ),
         pytest.param(
             *("fsdp", "dense", {"context_parallel": 3}, "heads .* there are 4: .* 1, 2, 4"),

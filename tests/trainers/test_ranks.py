@@ -174,7 +174,8 @@ def test_deepspeed_keeps_what_of_the_contract_no_other_test_shows(
 @each_of(
     KINDS | OPTIONS,
     long=(
-        *("fsdp, whole", "fsdp, recomputing", "fsdp, adapters"),
+        *("fsdp, whole", "fsdp, offloaded", "fsdp, recomputing", "fsdp, adapters"),
+        *("deepspeed, ZeRO 1", "deepspeed, ZeRO 2"),
         *("ZeRO 2, offloaded", "ZeRO 2, adapters", "ZeRO 3, offloaded, recomputing"),
         "ZeRO 3, adapters",
     ),
@@ -226,7 +227,7 @@ def test_a_mixture_of_experts_on_two_ranks_is_that_of_one_process_and_is_taken_u
     asyncio.run(check_resume(make, mixture_dir, tmp_path))
 
 
-@each_of(KINDS, long=("fsdp, whole", "deepspeed, ZeRO 1", "deepspeed, ZeRO 2"))
+@each_of(KINDS, long=("fsdp", "fsdp, whole", "deepspeed, ZeRO 1", "deepspeed, ZeRO 2"))
 def test_a_critic_on_two_ranks_learns_as_one_of_one_process_and_is_taken_up(
     name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -297,7 +298,7 @@ ONE: dict[str, tuple[type[GroupTrainer], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("saved_by", "taken_up_by"),
     [
-        ("fsdp, one rank", "fsdp"),
+        pytest.param("fsdp, one rank", "fsdp", marks=pytest.mark.long),
         ("fsdp", "local"),
         ("deepspeed, ZeRO 2", "deepspeed, ZeRO 3"),
         pytest.param("local", "deepspeed, ZeRO 1", marks=pytest.mark.long),
@@ -454,9 +455,9 @@ class CountingSpec(TrainerSpec):
 @pytest.mark.parametrize(
     ("dtype", "tokens", "vocab"),
     [
-        ("bfloat16", 512, 512),
+        pytest.param("bfloat16", 512, 512, marks=pytest.mark.long),
         pytest.param("bfloat16", 32, 4096, marks=pytest.mark.long),
-        pytest.param("float32", 32, 512, marks=pytest.mark.long),
+        ("float32", 32, 512),
     ],
     ids=["in a layer", "outside of layers", "in float32"],
 )

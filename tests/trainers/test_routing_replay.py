@@ -36,6 +36,7 @@ from agentrl.trainers.local import LocalTrainer
 from agentrl.trainers.packing import micro_batches
 from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Truncated, Turn
 from tests.model_families import FAMILIES, make_model
+from tests.tiers import evenly
 
 CLOSE = 1e-5
 """Nats between engine and trainer that choose the same experts, both in float32."""
@@ -157,7 +158,7 @@ async def trained(
     return float(np.abs(predicted_N - batch.rollout_logprobs_N).max()), metrics
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", evenly(MIXTURES, 6))
 def test_a_trainer_that_replays_computes_the_engines_logprobs(
     name: str, folder_of: Callable[[str], Path], perturb: Callable[[str], None]
 ) -> None:

@@ -17,6 +17,7 @@ from agentrl.trainers.local import LocalTrainer
 from agentrl.trainers.packing import micro_batches
 from agentrl.trainers.rank.worker import TrainerRank
 from agentrl.trainers.spec import TrainerSpec
+from tests.tiers import evenly
 from tests.trainers.test_seeing import BEGIN, END, IMAGE, SETTINGS, WHOLE, alone, picture, sample
 
 pytestmark = pytest.mark.slow
@@ -183,7 +184,7 @@ def test_every_family_is_tried() -> None:
     assert {make.__name__ for make in MAKERS} | {"qwen2_5_vl"} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", evenly(MAKERS, 3))
 def test_packed_samples_of_each_family_are_its_own_for_each_alone(
     make: Callable[[], tuple[Any, Any]], tmp_path: Path
 ) -> None:

@@ -92,7 +92,7 @@ def alone(own: Any, vision: Vision, one: TrainingSample) -> Tensor:
             pytest.param({**WHOLE, "activation_checkpointing": kind}, marks=pytest.mark.long)
             for kind in ("full", "selective")
         ),
-        {"lora": {"rank": 2}},
+        pytest.param({"lora": {"rank": 2}}, marks=pytest.mark.long),
     ],
     ids=["plain", "full", "selective", "adapters"],
 )

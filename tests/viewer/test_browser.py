@@ -261,6 +261,7 @@ def test_the_colour_of_a_token_says_what_its_tip_says_exactly(serve, runs):
     assert len(colours) >= 4
 
 
+@pytest.mark.long
 def test_keys_lead_through_the_pages(serve, runs):
     page = serve(runs)
     page.open("#/run?runs=first")
@@ -652,6 +653,7 @@ def test_a_run_that_is_deleted_leaves_the_page_without_reloading(serve, runs):
     assert page.complaints() == []
 
 
+@pytest.mark.long
 def test_what_judges_said_stands_beside_the_parts_and_characters_that_are_not_seen_are_named(
     serve, tmp_path
 ):
@@ -774,6 +776,7 @@ def click_at(page: Page, metric: str, step: int, *, times: int = 1) -> None:
     (action.click() if times == 1 else action.double_click()).perform()
 
 
+@pytest.mark.long
 def test_a_click_on_a_point_leads_to_the_episodes_of_that_step(serve, watched):
     page = serve(watched)
     page.open("#/run?runs=watched")
@@ -818,6 +821,7 @@ def test_a_double_click_shows_the_whole_range_and_leads_nowhere(serve, watched):
     assert page.script("return location.hash").startswith("#/run")
 
 
+@pytest.mark.long
 def test_a_held_out_task_is_followed_over_all_evaluations(serve, watched):
     page = serve(watched)
     page.open("#/heldout?runs=watched")
@@ -842,6 +846,7 @@ def test_a_held_out_task_is_followed_over_all_evaluations(serve, watched):
     page.wait(lambda: page.texts("#total") == ["1 to 6 of 6"])
 
 
+@pytest.mark.long
 def test_tools_are_told_by_name_and_lead_to_their_episodes(serve, watched):
     page = serve(watched)
     page.open("#/tools?runs=watched")
@@ -856,6 +861,7 @@ def test_tools_are_told_by_name_and_lead_to_their_episodes(serve, watched):
     assert "a call of submit failed" in page.texts(".bar .badge")
 
 
+@pytest.mark.long
 def test_alarms_stand_on_the_charts_that_they_are_about(serve, watched):
     page = serve(watched)
     page.open("#/run?runs=watched")
@@ -879,6 +885,7 @@ def test_alarms_stand_on_the_charts_that_they_are_about(serve, watched):
     page.wait(lambda: set(page.texts("tbody td:nth-child(2)")) == {"1"})
 
 
+@pytest.mark.long
 def test_why_a_run_ended_and_what_is_known_of_it_stand_above_its_curves(serve, watched):
     with (watched / "watched" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "eval/success": 1.0, "eval/failed": 3.0}) + "\n")
@@ -908,6 +915,7 @@ def test_the_machine_stands_beside_the_lanes(serve, watched):
     assert page.texts("[aria-label='what was busy when'] .lane-name")[-len(machine) :] == machine
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "steps",
     [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(9, marks=pytest.mark.long)],

@@ -150,8 +150,8 @@ def test_a_sender_holds_two_buckets_and_a_unit(name: str, folder: Path) -> None:
     check_buckets(name, folder, ranks=1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("handles", marks=pytest.mark.long), "stream"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["handles", "stream"])
 def test_each_rank_holds_two_buckets_and_a_unit(
     name: str, folder: Path, tiny_model_dir: Path
 ) -> None:

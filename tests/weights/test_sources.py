@@ -24,7 +24,7 @@ TRAINERS = {
     "zero 3": (DeepSpeedTrainer, {"world_size": 2, "zero_stage": 3}),
 }
 
-IN_CI = {("dense", "local"), ("mixture", "fsdp")}
+IN_CI = {("dense", "local")}
 
 
 def mixture(folder: Path) -> Path:

@@ -3,13 +3,10 @@ and ours theirs.
 """
 
 import asyncio
-import contextlib
 import json
 import random
 import subprocess
-import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from agentrl.hosting.live_env import LiveEnv
 from agentrl.remote.openenv.client import openenv
 from agentrl.trajectory import ToolCall
 from tests.remote.served import served
+from tests.tiers import only
 
 pytestmark = pytest.mark.slow
 
@@ -53,41 +51,40 @@ class Peer:
         return self._told
 
 
-@pytest.fixture(scope="module")
-def started() -> Iterator[dict[str, "subprocess.Popen[str]"]]:
-    """Both versions, installed where they are not, and started at once: they import for seconds."""
-    pythons: dict[str, str] = {}
-    installing = [
-        threading.Thread(
-            target=lambda v=version: pythons.update({v: find_interpreter(None, [REQUIRES[v]])})
-        )
-        for version in REQUIRES
-    ]
-    with contextlib.ExitStack() as stack:
-        guess, calculator = (
-            stack.enter_context(served(factory)) for factory in (GuessNumber, Calculator)
-        )
-        for thread in installing:
-            thread.start()
-        for thread in installing:
-            thread.join()
-        ours = {"guess": guess.url, "calculator": calculator.url, "actions": GUESSES}
-        pipe = partial(subprocess.Popen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        peers = {}
-        for version, python in pythons.items():
-            said = json.dumps(
-                {**ours, "package": REQUIRES[version].split("==")[0], "graders": version != "0.3"}
-            )
-            peers[version] = stack.enter_context(
-                pipe([python, PEER, said], env=environment(python))
-            )
-            stack.callback(peers[version].kill)
-        yield peers
+@pytest.fixture(scope="module", params=only(REQUIRES, "0.10"))
+def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
+    """A process with a version, installed where it is not."""
+    requirement = REQUIRES[request.param]
+    python = find_interpreter(None, [requirement])
+    with (
+        served(GuessNumber) as guess,
+        served(Calculator) as calculator,
+        subprocess.Popen(
+            [python, PEER, ours(guess.url, calculator.url, requirement)],
+            env=environment(python),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        try:
+            yield Peer(process)
+        finally:
+            process.kill()
 
 
-@pytest.fixture(scope="module", params=REQUIRES)
-def peer(request: pytest.FixtureRequest, started: dict[str, "subprocess.Popen[str]"]) -> Peer:
-    return Peer(started[request.param])
+def ours(guess: str, calculator: str, requirement: str) -> str:
+    """For the process: where our servers are, and what its clients shall do there."""
+    package, version = requirement.split("==")
+    return json.dumps(
+        {
+            "guess": guess,
+            "calculator": calculator,
+            "actions": GUESSES,
+            "package": package,
+            "graders": version != "0.3.0",
+        }
+    )
 
 
 @pytest.mark.long
