@@ -148,7 +148,30 @@ class ChatTemplate:
             apart = self._try(self.messages_of(messages, tools, apart=True), shown or None)
             if isinstance(apart, str) and not _beside_calls_not_in(apart, messages):
                 text = apart
+            else:  # where two answers cannot follow each other, as in Mistral's templates
+                text = self._with_texts_before_calls(text, messages)
         return self._check_written(text, messages)
+
+    def _with_texts_before_calls(self, text: str, messages: Sequence[Message]) -> str:
+        """The text of a conversation, with the texts that it leaves out of answers put before their
+        calls.
+
+        Raises:
+            ConfigError: the calls of such an answer are not there either.
+        """
+        at = 0
+        for place, message in enumerate(messages):
+            if message.tool_calls:
+                calls = self.call(*message.tool_calls)[1].strip()
+                begin = text.find(calls, at) if calls else -1
+                said = message.said.strip()
+                if said not in text[at:]:
+                    if begin < 0:
+                        raise left_out(place, messages)
+                    text = f"{text[:begin]}{said}{text[begin:]}"
+                    begin += len(said)
+                at = max(at, begin + len(calls))
+        return text
 
     def added(self, messages: Sequence[Message]) -> str:
         """The text after an answer's end of turn: `messages`, and where the next answer begins.

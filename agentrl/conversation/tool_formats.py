@@ -1,11 +1,11 @@
 """The syntaxes in which models call tools: which one a model's template writes, and what reads it.
 
-Calls in tags are read here (`tagged_calls`, `nested_calls`), to the letter. Other parsers are
-registered formats (entry-point group `agentrl.tool_formats`: those of other packages, and those of
-the library `renderers`), a tokenizer's response schema (transformers), and vLLM's. A parser is
-chosen by what it does: the template writes a call, and the parser must read that very call. Then
-all that a model writes is held against what the template would write for what was read
-(`accounted`).
+Calls in tags, and in JSON between marks, are read here (`tagged_calls`, `nested_calls`,
+`json_calls`), to the letter. Other parsers are registered formats (entry-point group
+`agentrl.tool_formats`: those of other packages, and those of the library `renderers`), a
+tokenizer's response schema (transformers), and vLLM's. A parser is chosen by what it does: the
+template writes a call, and the parser must read that very call. Then all that a model writes is
+held against what the template would write for what was read (`accounted`).
 """
 
 import json
@@ -19,6 +19,7 @@ from typing import Any
 from agentrl import plugins
 from agentrl.conversation.chat_template import ChatTemplate
 from agentrl.conversation.declared import Tools
+from agentrl.conversation.json_calls import JsonSyntax, learn_json_syntax
 from agentrl.conversation.library_formats import BUILT_IN
 from agentrl.conversation.nested_calls import NestedSyntax, learn_nested_syntax
 from agentrl.conversation.reading import (
@@ -35,7 +36,7 @@ from agentrl.conversation.reading import (
 )
 from agentrl.conversation.tagged_calls import TaggedSyntax, learn_tagged_syntax, standard
 from agentrl.conversation.tool_calls import is_quoted, parse_tool_calls
-from agentrl.conversation.vllm_parsers import find_vllm_reader, parser_names, vllm_reader
+from agentrl.conversation.vllm_parsers import parser_names, vllm_reader, vllm_readers
 from agentrl.errors import ConfigError
 from agentrl.trajectory import ToolCall
 
@@ -54,13 +55,13 @@ _PROBE_TOOLS: Tools = (
 )
 
 
-Syntax = TaggedSyntax | NestedSyntax
+Syntax = TaggedSyntax | NestedSyntax | JsonSyntax
 """A syntax whose calls are read here, and not by the parsers of others."""
 
 
 def syntax_of(write: Write) -> Syntax | None:
-    """The syntax that a template writes calls in, if it is one in tags; else None."""
-    return learn_tagged_syntax(write) or learn_nested_syntax(write)
+    """The syntax that a template writes calls in, if it is one that is read here; else None."""
+    return learn_tagged_syntax(write) or learn_nested_syntax(write) or learn_json_syntax(write)
 
 
 def syntax_read_by(
@@ -105,12 +106,16 @@ def call_reader(
 
 
 def slow_call_reader(tokenizer: Any, template: ChatTemplate) -> ReadCalls | None:
-    """The parser of vLLM that reads the calls that a template writes; None if none does. Takes
-    seconds.
+    """The first parser of vLLM that reads the calls that a template writes, and leaves nothing of
+    them beside; None if none does. Takes seconds.
     """
     written = _without_stops(template.call(PROBE_CALL)[1], template)
-    found = find_vllm_reader(tokenizer, written, PROBE_CALL, _PROBE_TOOLS)
-    return None if found is None else _check_reader(found, template)
+    for reader in vllm_readers(tokenizer):
+        read = _check_reader(reader, template)
+        with suppress(Exception):  # the text is of another form
+            if _same(read(written, _PROBE_TOOLS).calls, PROBE_CALL):
+                return read
+    return None
 
 
 def _check_reader(read: ReadCalls, template: ChatTemplate) -> ReadCalls:
@@ -139,6 +144,8 @@ def accounted(found: Reading, text: str, template: ChatTemplate) -> Reading:
         return replace(found, content=text, literal=True)
     if not found.calls and at >= 0:
         why = "it is no call as this model's chat template writes them"
+    elif not found.calls and (left_out := _tokens(text) - _tokens(found.content)):
+        why = f"{next(iter(left_out))!r} stands where no call has it"
     elif found.calls and at >= 0 and is_quoted(text, at):
         why = "it is quoted, in backticks, and quoted calls are not run"
     elif found.calls and (written := template.calls(found.calls)):

@@ -18,7 +18,6 @@ from agentrl.conversation.reading import (
     call_of,
     refused_by_parser,
 )
-from agentrl.trajectory import ToolCall
 
 
 def parser_names() -> list[str]:
@@ -64,19 +63,11 @@ def vllm_reader(tokenizer: Any, name: str) -> ReadCalls:
     return read
 
 
-def find_vllm_reader(
-    tokenizer: Any, written: str, call: ToolCall, tools: Tools
-) -> ReadCalls | None:
-    """The first parser that reads this call where a template has written it; None if none does."""
+def vllm_readers(tokenizer: Any) -> Iterator[ReadCalls]:
+    """The parsers that can be made for a tokenizer: some need tokens of their own."""
     for name in parser_names():
-        with suppress(Exception):  # its tokens are missing, or the text is of another form
-            read = vllm_reader(tokenizer, name)
-            found = read(written, tools)
-            if [(one.name, dict(one.arguments)) for one in found.calls] == [
-                (call.name, call.arguments)
-            ]:
-                return read
-    return None
+        with suppress(Exception):  # whatever a parser raises that misses something
+            yield vllm_reader(tokenizer, name)
 
 
 @contextmanager
