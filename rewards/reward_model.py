@@ -1,6 +1,7 @@
 """`RewardModel`: a trained classifier scores trajectories."""
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -83,11 +84,12 @@ class RewardModel:
         """The model's score of the conversation.
 
         Raises:
-            RewardError: the conversation is longer than the model can read, or the model failed.
+            RewardError: the conversation is longer than the model can read, or the model failed or
+                computed no finite number.
         """
         if self._renderer is None or self._model is None:
             raise ConfigError("the reward model is not running: use it inside `async with reward:`")
-        token_ids = self._renderer.encode(self._renderer.text(trajectory.messages, ()))
+        token_ids = self._renderer.encode_conversation(trajectory.messages)
         longest = optional_field(self._model.config, "max_position_embeddings")
         if longest is not None and len(token_ids) > longest:
             raise RewardError(
@@ -97,7 +99,10 @@ class RewardModel:
         waiting = _Waiting(token_ids, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._work()
-        return Score(await waiting.score)
+        score = await waiting.score
+        if not math.isfinite(score):
+            raise RewardError(f"the reward model computed {score}, which is no score")
+        return Score(score)
 
     def metrics(self) -> Mapping[str, float]:
         """Conversations scored since the last call, and their mean batch size."""

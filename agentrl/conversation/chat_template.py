@@ -129,14 +129,23 @@ class ChatTemplate:
         """The roles and messages that the template can express."""
         return self._abilities
 
-    def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a whole conversation, up to where the assistant begins to write.
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of a whole conversation.
+
+        `add_generation_prompt`: up to where the assistant begins to write; else to the end of the
+        last message.
 
         Raises:
             ConfigError: the template refuses it.
         """
         shown = [dict(tool) for tool in tools] if self._abilities.tools else []
-        text = self._try(self.messages_of(messages, tools), shown or None)
+        text = self._try(self.messages_of(messages, tools), shown or None, add_generation_prompt)
         if isinstance(text, Exception):
             raise ConfigError(
                 f"the chat template refuses a conversation of {_roles(messages)}:"
@@ -145,7 +154,9 @@ class ChatTemplate:
             ) from text
         # Some templates leave it out if another answer follows.
         if _beside_calls_not_in(text, messages):
-            apart = self._try(self.messages_of(messages, tools, apart=True), shown or None)
+            apart = self._try(
+                self.messages_of(messages, tools, apart=True), shown or None, add_generation_prompt
+            )
             if isinstance(apart, str) and not _beside_calls_not_in(apart, messages):
                 text = apart
             else:  # where two answers cannot follow each other, as in Mistral's templates

@@ -302,6 +302,10 @@ class TemplateRenderer:
                 return ids
         return self.encode(self.guarded_text(messages, tools))
 
+    def encode_conversation(self, messages: Sequence[Message]) -> IntArray:
+        """The tokens of a whole conversation to its end, for a model that judges it."""
+        return self.encode(self.guarded_text(messages, (), add_generation_prompt=False))
+
     def added(
         self,
         prompt_ids: IntArray,
@@ -554,9 +558,21 @@ class TemplateRenderer:
         """
         return bare(self.guarded_text(messages, tools))
 
-    def guarded_text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """The same, with guards in what must not become control tokens."""
-        text = self._template.text(self._guard_messages(messages), self._guarded_tools(tools))
+    def guarded_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The same, with guards in what must not become control tokens. Without
+        `add_generation_prompt`, it ends with the last message.
+        """
+        text = self._template.text(
+            self._guard_messages(messages),
+            self._guarded_tools(tools),
+            add_generation_prompt=add_generation_prompt,
+        )
         return self._with_pictures(text, messages, begins=True)
 
     def _with_pictures(self, text: str, messages: Sequence[Message], *, begins: bool) -> str:

@@ -111,15 +111,10 @@ async def _train(
 def _tokens(
     run: Run, base: Path, pairs: Sequence[Preference], config: PreferencesConfig
 ) -> list["Pair"]:
-    """The tokens of each pair, by the model's chat template, up to where the assistant would
-    continue.
-    """
+    """The tokens of each pair, by the model's chat template, as `RewardModel` will read them."""
     renderer = renderer_of(base, run.config.model)
     encoded = [
-        (
-            renderer.encode(renderer.guarded_text(pair.chosen, ())),
-            renderer.encode(renderer.guarded_text(pair.rejected, ())),
-        )
+        (renderer.encode_conversation(pair.chosen), renderer.encode_conversation(pair.rejected))
         for pair in pairs
     ]
     short = [pair for pair in encoded if max(map(len, pair)) <= config.max_tokens]
