@@ -144,8 +144,8 @@ def accounted(found: Reading, text: str, template: ChatTemplate) -> Reading:
         return replace(found, content=text, literal=True)
     if not found.calls and at >= 0:
         why = "it is no call as this model's chat template writes them"
-    elif not found.calls and (left_out := _tokens(text) - _tokens(found.content)):
-        why = f"{next(iter(left_out))!r} stands where no call has it"
+    elif not (found.calls or found.reasoning) and (odd := _tokens(text) - _tokens(found.content)):
+        why = f"{next(iter(odd))!r} stands where no call has it"
     elif found.calls and at >= 0 and is_quoted(text, at):
         why = "it is quoted, in backticks, and quoted calls are not run"
     elif found.calls and (written := template.calls(found.calls)):
@@ -153,8 +153,8 @@ def accounted(found: Reading, text: str, template: ChatTemplate) -> Reading:
         # The template may number calls, and a model's own ids are others: one odd token a call.
         ids = len(found.calls) if _ANY_ID.search(probe) else 0
         if (there - read).total() > ids or (read - there).total() > ids:
-            odd = next(iter(there - read or read - there))
-            why = f"{odd!r} is missing, or stands where no call has it"
+            odd = there - read or read - there
+            why = f"{next(iter(odd))!r} is missing, or stands where no call has it"
     if why:
         return Reading(
             text, found.reasoning, malformed=(Unread(text[max(at, 0) :], why),), literal=True
