@@ -223,8 +223,9 @@ def test_a_request_id_that_comes_with_another_count_or_protocol_is_a_conflict():
     assert len(engine.requests) == 2
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("examples", [1, 12])
+@pytest.mark.parametrize(
+    "examples", [pytest.param(1, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.long)]
+)
 def test_schemathesis_finds_nothing(examples, tmp_path):
     async def play(assignment):
         async with client_of(assignment) as client:

@@ -140,7 +140,7 @@ def told(tally: Tally, coverage: Coverage) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "most", [pytest.param(20, id="some"), pytest.param(None, marks=pytest.mark.long, id="all")]
+    "most", [pytest.param(10, id="some"), pytest.param(None, marks=pytest.mark.long, id="all")]
 )
 def test_every_pair_of_settings_is_accepted_or_refused_by_a_sentence_that_names_them(
     most: int | None,

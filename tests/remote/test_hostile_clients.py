@@ -220,7 +220,7 @@ def test_ten_thousand_unused_sessions_and_half_open_connections_lapse_and_leave_
         assert asyncio.run(half_open(server, sockets)) < before * 1.05
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_requests_made_from_the_schema_find_nothing(tmp_path):
     """schemathesis: every answer is one that the OpenAPI document names, in its shape; what does
     not fit is refused.

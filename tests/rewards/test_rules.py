@@ -320,7 +320,7 @@ def test_a_rule_that_hangs_when_the_driver_is_killed_does_not_outlive_it_for_lon
     assert still_alive(children, 40) == []  # 3 s of computing, on a machine that may be busy
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_long_answers_are_wrong_and_slow_nothing_down():
     limits = RulePoolConfig(workers=1, deadline=PATIENCE_SECONDS)
     assert asyncio.run(outcomes(RulePool(limits), HARMLESS)) == [0.0] * len(HARMLESS)

@@ -551,7 +551,7 @@ def test_a_killed_container_is_a_failure_and_never_a_result(docker_host: str) ->
 
 
 @docker
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_image_is_built_once_and_removed_at_the_end(docker_host: str, tmp_path: Path) -> None:
     async def main(provider: SandboxProvider) -> None:
         (tmp_path / "greeting").write_text("hello")

@@ -257,7 +257,7 @@ def test_a_critic_on_two_ranks_learns_as_one_of_one_process_and_is_taken_up(
     np.testing.assert_array_equal(values[1], values[2])
 
 
-@pytest.mark.parametrize("name", ["fsdp", "deepspeed, ZeRO 2", "deepspeed, ZeRO 3"])
+@each_of(["fsdp", "deepspeed, ZeRO 2", "deepspeed, ZeRO 3"], long=["deepspeed, ZeRO 2"])
 def test_bfloat16_is_for_computing_and_float32_for_keeping(
     name: str, processes: Processes, shallow_model_dir: Path
 ) -> None:
@@ -380,7 +380,7 @@ BALANCED = {
 }
 
 
-@each_of(BALANCED, long=["ZeRO 3, adapters"])
+@each_of(BALANCED, long=[name for name in BALANCED if name != "deepspeed, ZeRO 3"])
 def test_two_ranks_balance_the_experts_as_one_does(
     name: str, processes: Processes, tmp_path: Path
 ) -> None:
