@@ -35,18 +35,16 @@ def shard_batch(
     Raises:
         ValueError: the batch has no loss token.
     """
-    by_minibatch = [
-        _deal(
-            micro_batches(part, settings.tokens_at_once, parts=parts, attention=attention),
-            parts,
-            attention,
-        )
-        for part in minibatches_of(batch, minibatches)
-        if part.num_loss_tokens
-    ]
+    by_minibatch = []
+    for minibatch in minibatches_of(batch, minibatches):
+        if minibatch.num_loss_tokens:
+            rows = micro_batches(
+                minibatch, settings.tokens_at_once, parts=parts, attention=attention
+            )
+            by_minibatch.append(_deal_rows(rows, parts, attention))
     if not by_minibatch:
         raise ValueError("there is no loss token to train on")
-    return [[by_rank[rank] for by_rank in by_minibatch] for rank in range(parts)]
+    return [list(shard) for shard in zip(*by_minibatch, strict=True)]
 
 
 def minibatches_of(batch: TrainBatch, count: int) -> list[TrainBatch]:
@@ -68,19 +66,20 @@ def gather(
 ) -> FloatArray:
     """The ranks' predictions for the loss tokens, in the order of the batch; shape N.
 
-    The batch must have been sharded as one minibatch.
+    The batch must have been sharded as one minibatch. Example: samples 0, 1 and 2 have 2, 1 and 2
+    loss tokens, and a rank computed the samples 2 and 0 in one micro-batch. Its predictions (4,)
+    are split into 2 + 2: those of sample 2 go to the places 3 and 4, those of sample 0 to 0 and 1.
     """
     gathered_N = np.zeros(batch.num_loss_tokens, np.float32)
     ends_M = np.cumsum(batch.loss_tokens_M).tolist()
-    for shard, of_rank in zip(shards, predictions, strict=True):
-        for micro_batch, predicted_N in zip(shard[0], of_rank, strict=True):
-            if micro_batch.counts:
-                counts = micro_batch.samples.loss_tokens_M
-                by_sample = np.split(predicted_N, np.cumsum(counts)[:-1])
-                for number, of_sample_N in zip(
-                    micro_batch.numbers_M.tolist(), by_sample, strict=True
-                ):
-                    gathered_N[ends_M[number] - len(of_sample_N) : ends_M[number]] = of_sample_N
+    for shard, rank_predictions in zip(shards, predictions, strict=True):
+        for micro_batch, predicted_N in zip(shard[0], rank_predictions, strict=True):
+            if not micro_batch.counts:
+                continue
+            counts_M = micro_batch.samples.loss_tokens_M
+            by_sample = np.split(predicted_N, np.cumsum(counts_M)[:-1])
+            for number, sample_N in zip(micro_batch.numbers_M.tolist(), by_sample, strict=True):
+                gathered_N[ends_M[number] - len(sample_N) : ends_M[number]] = sample_N
     return gathered_N
 
 
@@ -88,27 +87,28 @@ def gather_rows(
     batch: TrainBatch,
     shards: Sequence[BatchShard],
     minibatches: int,
-    found: Sequence[Sequence[FloatArray]],
+    values: Sequence[Sequence[FloatArray]],
 ) -> FloatArray:
     """K numbers for each loss token, in the order of a batch that was sharded as `minibatches`;
     shape (K, N).
 
-    `found` has those of each rank's micro-batches, one minibatch after another, each of shape (K,
+    `values` has those of each rank's micro-batches, one minibatch after another, each of shape (K,
     its loss tokens).
     """
     gathered = []
-    unread = [iter(of_rank) for of_rank in found]
+    unread = [iter(rank_values) for rank_values in values]
+    # `shard_batch` left out the same minibatches, so shards and parts have the same numbers.
     parts = [part for part in minibatches_of(batch, minibatches) if part.num_loss_tokens]
     for number, part in enumerate(parts):
-        of_part = [[shard[number]] for shard in shards]
-        values = [
-            list(islice(of_rank, len(shard[0])))
-            for of_rank, shard in zip(unread, of_part, strict=True)
+        part_shards = [[shard[number]] for shard in shards]
+        part_values = [
+            list(islice(rank_values, len(shard[0])))
+            for rank_values, shard in zip(unread, part_shards, strict=True)
         ]
         rows = []
-        for row in range(len(values[0][0])):
-            of_row = [[one_KN[row] for one_KN in own] for own in values]
-            rows.append(gather(part, of_part, of_row))
+        for row in range(len(part_values[0][0])):
+            row_values = [[one_KN[row] for one_KN in rank] for rank in part_values]
+            rows.append(gather(part, part_shards, row_values))
         gathered.append(rows)
     return np.concatenate(gathered, axis=1)
 
@@ -122,15 +122,22 @@ def row_costs(shards: Sequence[BatchShard], attention: float) -> list[list[float
     ]
 
 
-def _deal(
+def _deal_rows(
     rows: Sequence[Sequence[MicroBatch]], parts: int, attention: float
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of each part: of each row, the costliest for the part that has least."""
+    """The micro-batches of each part. Of each row, the costliest goes to the part with the least
+    work so far.
+
+    Example: two parts and rows of the costs (9, 4) and (7, 2). Part 0 gets 9 and then 2, part 1
+    gets 4 and then 7.
+    """
     shards: list[list[MicroBatch]] = [[] for _ in range(parts)]
     loads = [0.0] * parts
     cheapest = min((one for row in rows for one in row), key=lambda one: one.cost(attention))
     for row in rows:
         by_cost = sorted(row, key=lambda one: -one.cost(attention))
+        # Every part takes part in the collectives of a row: one without work repeats the cheapest
+        # micro-batch, with a weight of zero.
         filled = [*by_cost, *[replace(cheapest, counts=False)] * (parts - len(row))]
         for part, one in zip(sorted(range(parts), key=loads.__getitem__), filled, strict=True):
             shards[part].append(one)

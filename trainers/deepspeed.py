@@ -34,35 +34,23 @@ class DeepSpeedTrainer(GroupTrainer):
         """
 
         @model_validator(mode="after")
-        def _moments_are_divided_by_elements(self) -> Self:
+        def _check_deepspeed(self) -> Self:
             if self.moments != "float32":
                 raise ValueError(
                     "DeepSpeed keeps the moments of many parameters as one float32 tensor, so it"
                     f" has no moments of {self.moments}: write trainer: fsdp (or local), or"
                     " moments: float32"
                 )
-            return self
-
-        @model_validator(mode="after")
-        def _layers_are_not_compiled(self) -> Self:
             if self.compile:
                 raise ValueError(
                     "DeepSpeed has hooks inside of layers, with which compile has not been tried:"
                     " write trainer: fsdp (or local), or leave compile out"
                 )
-            return self
-
-        @model_validator(mode="after")
-        def _products_are_in_the_precision_of_all_else(self) -> Self:
             if self.fp8:
                 raise ValueError(
                     "DeepSpeed has hooks in linear layers, which fp8 replaces: write trainer: fsdp"
                     " (or local), or leave fp8 out"
                 )
-            return self
-
-        @model_validator(mode="after")
-        def _layers_are_computed_again_as_they_were(self) -> Self:
             if self.zero_stage == 3 and self.activation_checkpointing == "selective":
                 raise ValueError(
                     "ZeRO 3 gathers weights inside of a layer, and not the same ones when the layer"

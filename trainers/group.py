@@ -58,10 +58,6 @@ class _Saving:
     folder: Path
     done: int
 
-    async def begin(self, ranks: WorkerGroup) -> None:
-        """Let ranks copy their state and begin to write it."""
-        await ranks.all("begin_save", self.folder)
-
 
 class GroupTrainer(Trainer):
     """The base of all trainers; implements `agentrl.Trainer`.
@@ -124,9 +120,9 @@ class GroupTrainer(Trainer):
         self._log = ReplayLog(self._recovery.latest)
         self._running = False
         self._ranks: WorkerGroup | None = None
-        self._made: tuple[TrainBatch, Sequence[BatchShard]] | None = None
+        self._last_step: tuple[TrainBatch, Sequence[BatchShard]] | None = None
         self._starting = asyncio.Lock()
-        self._waits = False  # dead ranks start at the trainer's next turn
+        self._waits = False  # asleep: dead ranks start at the trainer's next turn, not before
         self._turn: Callable[[], AbstractAsyncContextManager[None]] = self._turn_alone
         self._saving: _Saving | None = None
         self._attention = attention_share(model) if self.mesh.world_size > 1 else 0.0
@@ -209,10 +205,10 @@ class GroupTrainer(Trainer):
             lambda ranks: ranks.all("token_logprobs")
         )
         # Ranks that have been restarted after a checkpoint know of no step.
-        if self._made is None or not all(by_rank):
+        if self._last_step is None or not all(by_rank):
             return None
         return await asyncio.to_thread(
-            gather_rows, *self._made, self.config.minibatches, self._by_part(by_rank)
+            gather_rows, *self._last_step, self.config.minibatches, self._by_part(by_rank)
         )
 
     async def weights(self) -> Mapping[str, "Tensor"]:
@@ -247,10 +243,10 @@ class GroupTrainer(Trainer):
         """
         if self._saving is not None:
             await self.saved()
-        # those in the last checkpoint only: this one may not become complete
+        # Only the steps of the last complete checkpoint: this one may not become complete.
         self._log.drop_saved()
         saving = _Saving(folder, self._log.done)
-        await self._ask(saving.begin)
+        await self._ask(lambda ranks: ranks.all("begin_save", folder))
         self._saving = saving
 
     async def saved(self) -> None:
@@ -265,15 +261,12 @@ class GroupTrainer(Trainer):
         try:
             async with asyncio.timeout(seconds):
                 # Steps go on meanwhile, so no call of a rank may wait for its writing.
-                while not await self._have_all_saved():  # noqa: ASYNC110
+                while not all(await self._ask(lambda ranks: ranks.all("saved"))):  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError as error:
             raise self._stalled("write its checkpoint", seconds, "a faster disk") from error
         finally:
             self._saving = None
-
-    async def _have_all_saved(self) -> bool:
-        return all(await self._ask(lambda ranks: ranks.all("saved")))
 
     async def load(self, folder: Path) -> None:
         """Continue exactly where `save` left off; settings (learning rate, decay, ...) stay those
@@ -297,7 +290,8 @@ class GroupTrainer(Trainer):
         return await self._free("free_step_memory")
 
     async def _free(self, method: str) -> int | None:
-        """Free memory of all ranks' devices, and start none from here on."""
+        """Free memory of all ranks' devices, and start no ranks from here on."""
+        # Before the call: ranks that die of it must not start on devices that others now use.
         waited, self._waits = self._waits, True
         try:
             freed_bytes: Sequence[int | None] | None
@@ -351,7 +345,7 @@ class GroupTrainer(Trainer):
         )
         args = (loss, normalizer, batch.num_loss_tokens)
         metrics = await ranks.scatter("step", [(shard, *args) for shard in self._by_rank(shards)])
-        self._made = batch, shards
+        self._last_step = batch, shards
         counted = [one for shard in shards for part in shard for one in part if one.counts]
         parts, costs = len(shards), row_costs(shards, self._attention)
         return {
@@ -373,14 +367,16 @@ class GroupTrainer(Trainer):
         return answers[0]
 
     async def _ask_living(self, call: Callable[[WorkerGroup], Awaitable[T]]) -> T | None:
-        """The answer of ranks that live; None if a sleeping trainer's are dead, and stay so."""
+        """The ranks' answer; None if they are dead while the trainer sleeps: this starts none."""
         answers = await self._attempt(call)
         return answers[0] if answers else None
 
     async def _attempt(
         self, call: Callable[[WorkerGroup], Awaitable[T]], tokens: int = 0
     ) -> Sequence[T]:
-        """The ranks' answer; empty if they have died, or are dead while the trainer sleeps."""
+        """The ranks' answer in a tuple, which is empty if they have died, or are dead while the
+        trainer sleeps. (An answer itself may be None.)
+        """
         seconds = self._recovery.deadline or _CALL_SECONDS + _SECONDS_PER_TOKEN * tokens
         if not self._running:
             raise AgentRLError("the trainer is not running: use it inside `async with trainer:`")
@@ -446,8 +442,9 @@ class GroupTrainer(Trainer):
             self.mesh.world_size,
         )
         try:
-            checkpoint = await self._loaded(ranks)
+            checkpoint = await self._connect(ranks)
             done = checkpoint[0] if checkpoint else 0
+            # A checkpoint that was being written may be of any of these steps.
             for number, step in enumerate(self._log.since(done), done):
                 await self._save_again(ranks, number)
                 await self._make(ranks, step)
@@ -457,11 +454,15 @@ class GroupTrainer(Trainer):
             raise
         return ranks
 
-    async def _loaded(self, ranks: WorkerGroup) -> tuple[int, Path] | None:
-        """Connect new ranks; they load the model, and the checkpoint that this returns."""
+    async def _connect(self, ranks: WorkerGroup) -> tuple[int, Path] | None:
+        """Let new ranks form their group and load the model, and then the checkpoint that this
+        returns.
+        """
         async with self._supervised.starting():
             one_machine = len(set(await ranks.all("machine"))) == 1
-            await ranks.all("open", self.mesh, await ranks.one("reserve", one_machine))
+            # Rank 0 keeps the address bound, so that no other process takes its port meanwhile.
+            address = await ranks.one("reserve", one_machine)
+            await ranks.all("open", self.mesh, address)
             checkpoint = self._log.checkpoint()
             if checkpoint is not None:
                 await ranks.all("load", checkpoint[1])
@@ -470,7 +471,7 @@ class GroupTrainer(Trainer):
     async def _save_again(self, ranks: WorkerGroup, done: int) -> None:
         """Begin to save again, if these are the steps done in what was being saved."""
         if self._saving is not None and self._saving.done == done:
-            await self._saving.begin(ranks)
+            await ranks.all("begin_save", self._saving.folder)
 
     async def _leave(self, error: BaseException | None) -> None:
         """End the ranks. `error`: the reason, if there is one."""

@@ -76,11 +76,11 @@ def micro_batches(
     trained = batch.loss_tokens_M.nonzero()[0].tolist()
     if not trained:
         return []
-    texts = _texts(batch, trained)
+    texts = _comparable_tokens(batch, trained)
     sees = any(text.min() < 0 for text in texts)
     rows = [
         [sorted(one, key=lambda number: (-len(texts[number]), number)) for one in row]
-        for row in _rows(texts, tokens, parts, attention)
+        for row in _best_rows(texts, tokens, parts, attention)
     ]
     sequences = [sequence for row in rows for sequence in row]
     ordered = batch.ordered([trained[number] for sequence in sequences for number in sequence])
@@ -94,9 +94,13 @@ def micro_batches(
     return [[micro_batch(sequence) for sequence in row] for row in rows]
 
 
-def _texts(batch: TrainBatch, samples: Sequence[int]) -> list[IntArray]:
-    """The tokens of samples. Those of a picture, which are the same ones whatever it shows, have a
-    number below 0 of its own instead, so that only samples of the same pictures share a prefix.
+def _comparable_tokens(batch: TrainBatch, samples: Sequence[int]) -> list[IntArray]:
+    """The tokens of samples, as they are compared to find shared prefixes.
+
+    The tokens of a picture are the same placeholder whatever it shows. Here they are a negative
+    number that stands for the picture, so that only samples of the same pictures share a prefix.
+    Example: the tokens (5, 9, 9, 7), in which 9 stands for the second picture of the batch, become
+    (5, -2, -2, 7).
     """
     ends_M = np.cumsum(batch.lengths_M)
     numbers: dict[str, int] = {}
@@ -112,13 +116,16 @@ def _texts(batch: TrainBatch, samples: Sequence[int]) -> list[IntArray]:
     return texts
 
 
-def _rows(texts: Sequence[IntArray], tokens: int, parts: int, attention: float) -> list[Row]:
-    """The samples of each micro-batch of each row, with families as large as is best."""
+def _best_rows(texts: Sequence[IntArray], tokens: int, parts: int, attention: float) -> list[Row]:
+    """The samples of each micro-batch of each row, with families of the size that takes the least
+    time.
+    """
     tree = in_tree_order(texts)
     lengths = [len(text) for text in texts]
     counted = sum(counted_tokens(lengths[m], shared) for m, shared in zip(*tree, strict=True))
     largest = min(tokens, -(-counted // parts))
     best: tuple[float, list[Row]] | None = None
+    # Smaller families balance the parts better, but compute some prefixes twice: try each size.
     for cut in _CUTS if parts > 1 and any(tree[1]) else (1,):
         found = families(texts, tree, largest // cut)
         costs = [
@@ -127,11 +134,11 @@ def _rows(texts: Sequence[IntArray], tokens: int, parts: int, attention: float) 
         rows = pack_rows([family.counted for family in found], costs, tokens, parts)
         seconds = time_of(rows, costs)
         if best is None or seconds < best[0]:
-            best = seconds, [[_members(found, packed) for packed in row] for row in rows]
+            best = seconds, [[_samples_of(found, packed) for packed in row] for row in rows]
     return best[1] if best else []
 
 
-def _members(found: Sequence[PrefixFamily], packed: Sequence[int]) -> list[int]:
+def _samples_of(found: Sequence[PrefixFamily], packed: Sequence[int]) -> list[int]:
     return [number for one in packed for number in found[one].numbers]
 
 

@@ -10,7 +10,7 @@ from agentrl.package.distribution import install_command
 from agentrl.placement.footprint import Recompute, TrainerLayout
 from agentrl.settings.base import Settings
 
-LARGE = 10**9
+RECOMPUTE_FROM_PARAMETERS = 10**9
 """Parameters of a model whose activations are computed again by default."""
 MOST_TOKENS = 16_384
 """Most tokens of a micro-batch by default."""
@@ -18,9 +18,9 @@ RoutingMode = Literal["off", "compare", "replay"]
 MomentType = Literal["float32", "bfloat16", "int8"]
 _MOMENT_BYTES: dict[MomentType, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}
 """Bytes of a moment of a parameter."""
-_SLOWEST = 0.99
-"""The largest decay rate of bfloat16 moments: the steps between their numbers are up to a
-hundredth.
+_MAX_BFLOAT16_BETA = 0.99
+"""The largest decay rate of bfloat16 moments. Neighbouring bfloat16 numbers differ by up to 1/128,
+so a smaller relative change of a moment is rounded away.
 """
 
 
@@ -161,26 +161,18 @@ class TrainerSettings(Settings):
     """True if models that see can be trained."""
 
     @model_validator(mode="after")
-    def _moments_can_change(self) -> Self:
-        if self.moments == "bfloat16" and max(self.betas) > _SLOWEST:
+    def _check_combinations(self) -> Self:
+        if self.moments == "bfloat16" and max(self.betas) > _MAX_BFLOAT16_BETA:
             raise ValueError(
                 f"betas of {self.betas} change a moment by less than bfloat16 can tell: write betas"
-                f" of at most {_SLOWEST}, or moments: int8 or float32"
+                f" of at most {_MAX_BFLOAT16_BETA}, or moments: int8 or float32"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _layers_can_be_compiled(self) -> Self:
         if self.compile and self.activation_checkpointing == "selective":
             raise ValueError(
                 "compile makes one program of a layer's operators, and activation_checkpointing:"
                 " selective keeps the results of some of them: write full or none, or leave compile"
                 " out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _fp8_is_for_whole_layers(self) -> Self:
         if self.fp8 and (self.lora is not None or self.compile):
             other = "compile" if self.lora is None else "lora"
             raise ValueError(
@@ -232,8 +224,8 @@ class TrainerSettings(Settings):
         )
 
     def recomputed(self, parameters: int) -> Recompute:
-        """What a model of so many parameters computes again."""
-        large = self.activation_offload or parameters >= LARGE
+        """The activations that a model of so many parameters computes again."""
+        large = self.activation_offload or parameters >= RECOMPUTE_FROM_PARAMETERS
         return self.activation_checkpointing or ("full" if large else "none")
 
     def needs(self) -> Mapping[str, str]:

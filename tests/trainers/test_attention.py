@@ -183,7 +183,7 @@ def test_short_segments_are_attended_to_in_pieces_with_the_same_results(length, 
     shapes = [(2, heads, length, 8) for heads in (4, key_heads, key_heads)]
     inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
     results = []
-    for causal in (attention._causal, torchs_causal):
+    for causal in (attention._attend_fused, torchs_causal):
         out = causal(*inputs, 0.3)
         results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     for one, other in zip(*results, strict=True):
@@ -206,7 +206,7 @@ def test_pieces_of_short_segments_ask_for_little_more_than_what_they_see(monkeyp
         return fused(query, key, *args, **options)
 
     monkeypatch.setattr(short_segments, "_FUSED", counted)
-    attention._causal(*[torch.randn(1, 2, 400, 8) for _ in range(3)], None)
+    attention._attend_fused(*[torch.randn(1, 2, 400, 8) for _ in range(3)], None)
     assert sum(asked) <= 400 * (400 + SHORT_PIECE) / 2
 
 
@@ -332,7 +332,7 @@ def test_torchs_kernel_takes_these_arguments(monkeypatch):
         torch.empty(1, heads, 7, 8, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2)
     ]
     for window in (None, 2):
-        out = attention._at_once(kernel, tuple(inputs), segments, None, window)
+        out = attention._attend_flash(kernel, tuple(inputs), segments, None, window)
         assert (out.shape, out.dtype) == ((7, 4, 8), torch.bfloat16)
 
 
@@ -441,7 +441,7 @@ def test_the_kernel_for_caps_and_sinks_is_for_what_it_can_compute(monkeypatch):
     monkeypatch.setattr(flex, "flex_kernel", lambda device: "kernel")
 
     def taken(dtype=torch.bfloat16, size=16):
-        return attention._flex(torch.empty(1, 2, 7, size, dtype=dtype)) is not None
+        return attention._flex_for(torch.empty(1, 2, 7, size, dtype=dtype)) is not None
 
     assert not taken()
     monkeypatch.setattr(attention, "FLASH_DEVICE", "cpu")

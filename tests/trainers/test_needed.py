@@ -68,13 +68,16 @@ def test_few_needed_tokens_cost_as_many_queries(lengths, monkeypatch):
 
 def test_the_masks_of_needed_tokens_are_linear_in_the_tokens():
     def numbers(tokens: int) -> int:
-        places_P = ints(range(tokens - needed.MOST - 1, tokens - 1))
+        places_P = ints(range(tokens - needed.MAX_NEEDED_PER_SEGMENT - 1, tokens - 1))
         found = Segments.of([tokens], CPU, None, places_P).needed
         assert found is not None
         return sum(one.seen_RQL.numel() for _, one in found.blocks)
 
     assert numbers(4096) == 2 * numbers(2048)
-    assert Segments.of([4096], CPU, None, ints(range(needed.MOST + 1))).needed is None
+    assert (
+        Segments.of([4096], CPU, None, ints(range(needed.MAX_NEEDED_PER_SEGMENT + 1))).needed
+        is None
+    )
 
 
 def test_a_segment_of_which_most_is_needed_is_computed_whole():

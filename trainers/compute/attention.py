@@ -112,7 +112,9 @@ class Segments:
         if whole is not None and whole.needed:
             needed_P = None
         places_T = None if shared is None else torch.from_numpy(shared.places_T).long()
-        blocks = tuple(_block(first, run, shared, device) for first, run in _runs(lengths))
+        blocks = tuple(
+            _block(first, run, shared, device) for first, run in _similar_neighbours(lengths)
+        )
         borders = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         needed = None if needed_P is None else Needed.of(needed_P, lengths, blocks, device, shared)
         found = Segments(
@@ -160,6 +162,7 @@ def attend(
     }
     if (context := segments.context) is not None:
         check_heads(query.shape[1], context.group.ranks, type(module).__name__)
+        # From all heads of this rank's tokens to all tokens of its heads; then nothing is cut.
         query, key, value = (context.to_heads(one) for one in (query, key, value))
         options |= {
             "segments": replace(segments, context=None),
@@ -168,20 +171,22 @@ def attend(
         out, _ = attend(module, query, key, value, attention_mask, **options)
         return context.to_tokens(out), None
     size = value.shape[-1]
-    if query.shape[-1] > size:  # as DeepSeek's; for sizes that differ, torch builds all scores
+    # DeepSeek's values are smaller than its keys. torch's fused kernels take one size, and torch
+    # would build all scores instead.
+    if query.shape[-1] > size:
         value = torch.nn.functional.pad(value, (0, query.shape[-1] - size))
     inputs = (query, key, value)
-    out_1SHD = _looking_back(inputs, segments=segments, s_aux=s_aux, **options)
+    out_1SHD = _attend_causal(inputs, segments=segments, s_aux=s_aux, **options)
     pictures = segments.pictures
     if pictures is not None and pictures.are_seen(sliding_window, needed_only=needed_only):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        whole = partial(_to_whole_picture, _Kind(scale, None, softcap), s_aux)
+        whole = partial(_attend_picture, _LayerKind(scale, None, softcap), s_aux)
         out_1SHD = pictures.seen(out_1SHD, inputs, segments.places_T, sliding_window, whole)
     return (out_1SHD if size == query.shape[-1] else out_1SHD[..., :size]), None
 
 
-def _to_whole_picture(
-    kind: "_Kind",
+def _attend_picture(
+    kind: "_LayerKind",
     s_aux: Tensor | None,
     inputs: tuple[Tensor, Tensor, Tensor],
     seen_QC: Tensor | None,
@@ -196,12 +201,12 @@ def _to_whole_picture(
     if seen_QC is None:
         seen_QC = key.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
     out: Tensor = checkpoint(
-        _scored, query, key, value, seen_QC, kind=kind, s_aux=s_aux, use_reentrant=False
+        _attend_masked, query, key, value, seen_QC, kind=kind, s_aux=s_aux, use_reentrant=False
     )
     return out
 
 
-def _looking_back(
+def _attend_causal(
     inputs: tuple[Tensor, Tensor, Tensor],
     *,
     segments: Segments,
@@ -211,16 +216,22 @@ def _looking_back(
     s_aux: Tensor | None,
     needed_only: bool,
 ) -> Tensor:
-    """Attention of each token to its segment up to itself, (1, S, H, D)."""
+    """Attention of each token to its segment up to itself, (1, S, H, D).
+
+    By the fastest kernel that the layer and the device allow: FlashAttention, `flex` (soft caps and
+    sinks), the few needed tokens alone, or else block by block.
+    """
     query, key, value = inputs
-    flash = _flash(query) if softcap is None and s_aux is None else None
+    flash = _flash_for(query) if softcap is None and s_aux is None else None
     if flash is not None:
-        return _once(segments, _at_once(flash, inputs, segments, scaling, sliding_window))
+        return _in_sequence_order(
+            segments, _attend_flash(flash, inputs, segments, scaling, sliding_window)
+        )
     if softcap is not None or s_aux is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if (kernel := _flex(query)) is not None:
-            kind = _Kind(scale, sliding_window, softcap)
-            return _once(segments, _by_flex(kernel, inputs, segments, kind, s_aux))
+        if (kernel := _flex_for(query)) is not None:
+            kind = _LayerKind(scale, sliding_window, softcap)
+            return _in_sequence_order(segments, _attend_flex(kernel, inputs, segments, kind, s_aux))
     if (
         needed_only
         and segments.needed
@@ -228,38 +239,36 @@ def _looking_back(
         and softcap is None
         and s_aux is None
     ):
-        return _of_needed(segments.needed, inputs, segments, scaling)[None]
+        return _attend_needed(segments.needed, inputs, segments, scaling)[None]
     outputs = []
     for block in segments.blocks:
-        query_RHLD, key_RKLD, value_RKLD = (_of_block(block, x) for x in (query, key, value))
-        window = (
-            sliding_window
-            if sliding_window is not None and sliding_window < query_RHLD.shape[2]
-            else None
-        )
+        query_RHLD, key_RKLD, value_RKLD = (_block_tokens(block, x) for x in (query, key, value))
+        window = sliding_window
+        if window is not None and window >= query_RHLD.shape[2]:
+            window = None  # it hides nothing, and the fused kernel is faster
         if window is None and softcap is None and s_aux is None:
-            out_RHLD = _causal(query_RHLD, key_RKLD, value_RKLD, scaling, block.repeated)
+            out_RHLD = _attend_fused(query_RHLD, key_RKLD, value_RKLD, scaling, block.repeated)
         else:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            out_RHLD = _in_pieces(
-                query_RHLD, key_RKLD, value_RKLD, _Kind(scale, window, softcap), s_aux
+            out_RHLD = _attend_in_pieces(
+                query_RHLD, key_RKLD, value_RKLD, _LayerKind(scale, window, softcap), s_aux
             )
         out_NHD = out_RHLD.transpose(1, 2).flatten(0, 1)
         outputs.append(out_NHD if block.kept_N is None else out_NHD.index_select(0, block.kept_N))
-    return _once(segments, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+    return _in_sequence_order(segments, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
 
 AttentionInterface.register(ATTENTION, attend)
 
 
-def _once(segments: Segments, out_THD: Tensor) -> Tensor:
+def _in_sequence_order(segments: Segments, out_THD: Tensor) -> Tensor:
     """(T, H, D) to (1, S, H, D): each token of the sequence once."""
     return (
         out_THD if segments.computed_S is None else out_THD.index_select(0, segments.computed_S)
     )[None]
 
 
-def _of_needed(
+def _attend_needed(
     needed: Needed, inputs: tuple[Tensor, Tensor, Tensor], segments: Segments, scaling: float | None
 ) -> Tensor:
     """(S, H, D), with 0 for the tokens that are not needed."""
@@ -267,11 +276,13 @@ def _of_needed(
     outputs = []
     for number, own in needed.blocks:
         block = segments.blocks[number]
-        outputs.append(own.attend(query, _of_block(block, key), _of_block(block, value), scaling))
+        outputs.append(
+            own.attend(query, _block_tokens(block, key), _block_tokens(block, value), scaling)
+        )
     return needed.spread(outputs[0] if len(outputs) == 1 else torch.cat(outputs), query.shape[2])
 
 
-def _flash(query: Tensor) -> Callable[..., Any] | None:
+def _flash_for(query: Tensor) -> Callable[..., Any] | None:
     """The kernel for such queries; None if there is none."""
     size = query.shape[-1]
     if (
@@ -290,7 +301,7 @@ def _flash_kernel(device: torch.device) -> Callable[..., Any] | None:
     return _varlen_kernel() if torch.cuda.get_device_capability(device) >= (8, 0) else None
 
 
-def _flex(query: Tensor) -> flex.Kernel | None:
+def _flex_for(query: Tensor) -> flex.Kernel | None:
     """The kernel for layers with a soft cap or sinks; None if there is none for such queries."""
     if (
         query.device.type != FLASH_DEVICE
@@ -301,11 +312,11 @@ def _flex(query: Tensor) -> flex.Kernel | None:
     return flex.flex_kernel(query.device)
 
 
-def _by_flex(
+def _attend_flex(
     kernel: flex.Kernel,
     inputs: tuple[Tensor, Tensor, Tensor],
     segments: Segments,
-    kind: "_Kind",
+    kind: "_LayerKind",
     sinks_H: Tensor | None,
 ) -> Tensor:
     """Attention of all segments in one call, (T, H, D)."""
@@ -363,7 +374,7 @@ def _precision(query: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
 
-def _at_once(
+def _attend_flash(
     flash: Callable[..., Any],
     inputs: tuple[Tensor, Tensor, Tensor],
     segments: Segments,
@@ -394,7 +405,7 @@ def _at_once(
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _LayerKind:
     """What distinguishes a layer from plain attention, besides sinks. The first query is the column
     `offset`.
     """
@@ -405,8 +416,11 @@ class _Kind:
     offset: int = 0
 
 
-def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-    """Neighbouring segments of similar length, with the place of their first token."""
+def _similar_neighbours(lengths: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+    """Neighbouring segments of similar length, with the place of their first token.
+
+    Example: lengths (10, 9, 8, 4, 4) make the runs (0, [10, 9, 8]) and (27, [4, 4]).
+    """
     start = first = 0
     for end in range(1, len(lengths) + 1):
         longest = max(lengths[start:end])
@@ -421,11 +435,17 @@ def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
 def _block(
     first: int, lengths: Sequence[int], shared: SharedPrefixes | None, device: torch.device
 ) -> Block:
+    """Segments of these lengths as a block.
+
+    Example: `first` 4 and lengths (3, 2) give `padded_RL` [[4, 5, 6], [7, 8, 7]], whose last place
+    is padding, and `kept_N` [0, 1, 2, 3, 4].
+    """
     stop = first + sum(lengths)
     places_T, repeated = None, tuple[int, ...]()
     if shared is not None:
         places_T = torch.from_numpy(shared.places_T).long()
         borders = np.cumsum([first, *lengths])
+        # A segment's tokens that are not computed in it are its first ones: a prefix.
         computed = np.diff(np.searchsorted(shared.computed_S, borders))
         repeated = tuple((np.asarray(lengths) - computed).tolist())
     if len(lengths) == 1:
@@ -441,7 +461,7 @@ def _block(
     return Block(first, stop, padded_RL.to(device), kept_N.to(device), repeated)
 
 
-def _of_block(block: Block, packed: Tensor) -> Tensor:
+def _block_tokens(block: Block, packed: Tensor) -> Tensor:
     """(1, H, S, D) to (R, H, L, D)."""
     if block.padded_RL is None:
         return packed[:, :, block.first : block.stop]
@@ -451,7 +471,7 @@ def _of_block(block: Block, packed: Tensor) -> Tensor:
     return taken_NHD.reshape(*block.padded_RL.shape, heads, size).transpose(1, 2)
 
 
-def _causal(
+def _attend_fused(
     query_RHLD: Tensor,
     key_RKLD: Tensor,
     value_RKLD: Tensor,
@@ -468,8 +488,8 @@ def _causal(
     )
 
 
-def _in_pieces(
-    query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, kind: _Kind, s_aux: Tensor | None
+def _attend_in_pieces(
+    query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, kind: _LayerKind, s_aux: Tensor | None
 ) -> Tensor:
     pieces = []
     for start in range(0, query_RHLD.shape[2], PIECE):
@@ -480,16 +500,21 @@ def _in_pieces(
             key_RKLD[:, :, first:stop],
             value_RKLD[:, :, first:stop],
         )
+        # Scores of a piece are Q x C: they are computed again, and not kept for all pieces.
         pieces.append(
             checkpoint(
-                _piece, *parts, replace(kind, offset=start - first), s_aux, use_reentrant=False
+                _attend_piece,
+                *parts,
+                replace(kind, offset=start - first),
+                s_aux,
+                use_reentrant=False,
             )
         )
     return torch.cat(pieces, dim=2)
 
 
-def _piece(
-    query_RHQD: Tensor, key_RKCD: Tensor, value_RKCD: Tensor, kind: _Kind, s_aux: Tensor | None
+def _attend_piece(
+    query_RHQD: Tensor, key_RKCD: Tensor, value_RKCD: Tensor, kind: _LayerKind, s_aux: Tensor | None
 ) -> Tensor:
     """Attention of queries to the columns up to themselves."""
     behind_QC = kind.offset + torch.arange(query_RHQD.shape[2], device=query_RHQD.device)[:, None]
@@ -497,16 +522,16 @@ def _piece(
     seen_QC = (
         behind_QC >= 0 if kind.window is None else (behind_QC >= 0) & (behind_QC < kind.window)
     )
-    return _scored(query_RHQD, key_RKCD, value_RKCD, seen_QC, kind=kind, s_aux=s_aux)
+    return _attend_masked(query_RHQD, key_RKCD, value_RKCD, seen_QC, kind=kind, s_aux=s_aux)
 
 
-def _scored(
+def _attend_masked(
     query_RHQD: Tensor,
     key_RKCD: Tensor,
     value_RKCD: Tensor,
     seen_QC: Tensor,
     *,
-    kind: _Kind,
+    kind: _LayerKind,
     s_aux: Tensor | None,
 ) -> Tensor:
     """Attention of queries to the columns that each sees."""

@@ -39,6 +39,9 @@ class ContextGroup:
 class ContextSlice:
     """This rank's slice of a sequence of so many `tokens`. The slices of all ranks are equally
     long, so the last ones may reach beyond the end.
+
+    Example: 7 tokens over 3 ranks are slices of 3, which start at 0, 3 and 6; the last one has one
+    token and two places of padding.
     """
 
     group: ContextGroup
@@ -71,6 +74,7 @@ class ContextSlice:
         """
         _, heads, length, size = of_tokens.shape
         ranks = self.group.ranks
+        # Fewer heads of keys than ranks, or not a multiple: repeat them up to the next one.
         times = lcm(heads, ranks) // heads
         repeated = of_tokens if times == 1 else of_tokens.repeat_interleave(times, dim=1)
         by_rank = repeated[0].transpose(0, 1).reshape(length, ranks, -1, size).transpose(0, 1)
@@ -119,7 +123,9 @@ class OwnTokens:
         own values only: those of all ranks together are the whole gradient.
         """
         empty = values.new_zeros(*values.shape[:-1], self.count)
-        return _sum(empty.index_copy(-1, self.numbers_O, values), self.group)
+        own = empty.index_copy(-1, self.numbers_O, values)
+        total: Tensor = _Sum.apply(own, self.group)  # type: ignore[no-untyped-call]
+        return total
 
 
 def _exchange(by_rank: Tensor, group: ContextGroup) -> Tensor:
@@ -140,11 +146,6 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _exchange(gradients[0], ctx.group), None
-
-
-def _sum(values: Tensor, group: ContextGroup) -> Tensor:
-    found: Tensor = _Sum.apply(values, group)  # type: ignore[no-untyped-call]
-    return found
 
 
 class _Sum(torch.autograd.Function):

@@ -48,20 +48,23 @@ class DividedExperts:
         ranks, device = self.group.ranks, hidden_SH.device
         asked_SR = torch.zeros(len(hidden_SH), ranks, dtype=torch.bool, device=device)
         asked_SR.scatter_(1, chosen_SK // self.count, value=True)
+        # Transposed, so that the rows for a rank lie together, as the exchange takes them.
         ranks_N, tokens_N = asked_SR.T.nonzero(as_tuple=True)
         sent_R = asked_SR.sum(0)
         received_R = torch.empty_like(sent_R)
+        # The sizes first: each rank has to know how much comes before it can make room for it.
         dist.all_to_all_single(received_R, sent_R, group=self.group.group)
         route = _Route(self.group.group, *torch.stack([sent_R, received_R]).tolist())
+        # Numbers as the receiving rank counts; those outside 0 to `count` are other ranks' experts.
         here_NK = chosen_SK.index_select(0, tokens_N) - (ranks_N * self.count)[:, None]
-        parts_MH = self._own(
+        parts_MH = self._compute_own(
             route.to_owners(hidden_SH.index_select(0, tokens_N)),
             route.to_owners(here_NK),
             route.to_owners(weights_SK.index_select(0, tokens_N)),
         )
-        return _summed(route.back(parts_MH), tokens_N, len(hidden_SH))
+        return _sum_rows(route.back(parts_MH), tokens_N, len(hidden_SH))
 
-    def _own(self, hidden_MH: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> Tensor:
+    def _compute_own(self, hidden_MH: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> Tensor:
         """The part of this rank's experts in the sums of the tokens that came."""
         places_P, choices_P = ((chosen_MK >= 0) & (chosen_MK < self.count)).nonzero(as_tuple=True)
         states_PH = hidden_MH.index_select(0, places_P)
@@ -74,10 +77,10 @@ class DividedExperts:
             experts_P = torch.cat([experts_P, experts_P.new_zeros(1)])
             weights_P = torch.cat([weights_P, weights_P.new_zeros(1)])
         parts_PH = self.compute(states_PH, experts_P[:, None], weights_P[:, None])
-        return _summed(parts_PH[: len(places_P)], places_P, len(hidden_MH))
+        return _sum_rows(parts_PH[: len(places_P)], places_P, len(hidden_MH))
 
 
-def _summed(rows: Tensor, places: Tensor, count: int) -> Tensor:
+def _sum_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
     """The sums of the rows for each of so many places, in float32, in the rows' own type."""
     empty = torch.zeros(count, rows.shape[1], dtype=torch.float32, device=rows.device)
     return empty.index_add(0, places, rows.float()).to(rows.dtype)
@@ -85,18 +88,18 @@ def _summed(rows: Tensor, places: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Which rows go where: the numbers of those that are sent to each rank, and come from it."""
+    """An exchange of rows: how many go to each rank, and how many come from it."""
 
     group: dist.ProcessGroup
     sent: list[int]
     received: list[int]
 
     def to_owners(self, rows_N: Tensor) -> Tensor:
-        """Rows for each rank to those that came from each; differentiable."""
+        """Send tokens to the ranks of their experts, (N, ...) to (M, ...); differentiable."""
         return _exchange(rows_N, self.group, self.sent, self.received)
 
     def back(self, rows_M: Tensor) -> Tensor:
-        """The reverse."""
+        """Send results back, (M, ...) to (N, ...); differentiable."""
         return _exchange(rows_M, self.group, self.received, self.sent)
 
 

@@ -57,16 +57,18 @@ def block_mask(borders: Tensor, tokens: int, window: int | None) -> BlockMask:
         return (key <= query) & (key >= seen_from_T[query])
 
     return BlockMask.from_kv_blocks(
-        *_listed(some_NN & ~all_NN),
-        *_listed(all_NN),
+        *_blocks_by_row(some_NN & ~all_NN),
+        *_blocks_by_row(all_NN),
         BLOCK_SIZE=BLOCK_TOKENS,
         mask_mod=sees,
         seq_lengths=(tokens, tokens),
     )
 
 
-def _listed(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each block of queries has, and which: those first."""
+def _blocks_by_row(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each block of queries sees, and their numbers first in a row of all, as
+    `BlockMask.from_kv_blocks` takes them.
+    """
     counts_N = chosen_NN.sum(dim=1, dtype=torch.int32)
     order_NN = chosen_NN.int().argsort(dim=1, descending=True, stable=True)
     return counts_N[None, None], order_NN.int()[None, None]
@@ -87,7 +89,7 @@ def attend_by_blocks(
 
     def compute(query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None) -> Tensor:
         options: dict[str, Any] = {
-            "score_mod": None if softcap is None else _cap(softcap),
+            "score_mod": None if softcap is None else _soft_cap(softcap),
             "block_mask": mask,
             "scale": scale,
             "enable_gqa": query.shape[1] != key.shape[1],
@@ -96,6 +98,8 @@ def attend_by_blocks(
             out_1HTD: Tensor = kernel(query, key, value, **options)
         else:
             out_1HTD, found = kernel(query, key, value, **options, return_aux=AuxRequest(lse=True))
+            # softmax over the scores and the sink = softmax over the scores x the share that the
+            # sink leaves: exp(lse) / (exp(lse) + exp(sink)).
             share_1HT = torch.sigmoid(found.lse - sinks_H.float()[None, :, None])
             out_1HTD = out_1HTD * share_1HT[..., None].to(out_1HTD.dtype)
         return out_1HTD[0].transpose(0, 1)
@@ -132,7 +136,7 @@ class _Recomputed(torch.autograd.Function):
         return None, *(next(found) if need else None for need in needed)
 
 
-def _cap(softcap: float) -> Callable[..., Tensor]:
+def _soft_cap(softcap: float) -> Callable[..., Tensor]:
     def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 

@@ -157,6 +157,8 @@ def to_device(
     segments = Segments.of(lengths_M.tolist(), device, shared, needed_P, part, pictures=spans)
     own_N: Any = slice(None)
     own = None
+    # With a slice, what follows is of the loss tokens whose predecessors lie in it; `segments` stay
+    # those of the whole sequence, since attention sees all of it.
     if part is not None:
         own_N = part.own(predictors_N)
         own = OwnTokens(part.group, move(own_N), len(predictors_N))
@@ -193,14 +195,14 @@ def to_device(
         else None,
         needed_P=None if needed_P is None else move(needed_P),
         routing=routing,
-        times_S=slice_of(_times(micro_batch)) if balance else None,
+        times_S=slice_of(_copies_of_tokens(micro_batch)) if balance else None,
         own=own,
         pictures=pictures,
         axes_3S=axes_3S,
     )
 
 
-def _times(micro_batch: MicroBatch) -> FloatArray:
+def _copies_of_tokens(micro_batch: MicroBatch) -> FloatArray:
     """See `DeviceMicroBatch.times_S`."""
     samples, shared = micro_batch.samples, micro_batch.shared
     trained_T = np.repeat(samples.loss_tokens_M > 0, samples.lengths_M)
@@ -217,10 +219,10 @@ def compute_logprobs_in(
 
     The head stays the module that it is, so that a sharding gathers its weights once for the call.
     """
-    head.forward = partial(_logprobs, head, scaling, part=part)
+    head.forward = partial(_head_logprobs, head, scaling, part=part)
 
 
-def _logprobs(
+def _head_logprobs(
     head: Any,
     scaling: Scaling,
     hidden_NH: Tensor,
@@ -253,11 +255,11 @@ def token_logprobs(model: Any, samples: DeviceMicroBatch, *, entropy: bool = Fal
     probability is exact. With `entropy`, the shape is 2N: the logprobs, and the entropies of the
     distributions that they are of, from the same pass.
     """
-    hidden_NH = _before(model, samples)
+    hidden_NH = _predicting_states(model, samples)
     logprobs_N: Tensor = model.get_output_embeddings()(
         hidden_NH, samples.targets_N, samples.support_NS, entropy=entropy
     )
-    return _gathered(logprobs_N, samples)
+    return _gather_own(logprobs_N, samples)
 
 
 def token_values(
@@ -266,16 +268,16 @@ def token_values(
     """The output of the model's value head before each loss token, float32, shape N. `tensor`: the
     ranks over which the matrices of layers are divided; each has the value head.
     """
-    values_N: Tensor = model.score(_before(model, samples)).float()[:, 0]
-    return _gathered(values_N if tensor is None else tensor.alike(values_N), samples)
+    values_N: Tensor = model.score(_predicting_states(model, samples)).float()[:, 0]
+    return _gather_own(values_N if tensor is None else tensor.alike(values_N), samples)
 
 
-def _gathered(values: Tensor, samples: DeviceMicroBatch) -> Tensor:
+def _gather_own(values: Tensor, samples: DeviceMicroBatch) -> Tensor:
     """The values of all loss tokens, from those of the loss tokens that this rank predicts."""
     return values if samples.own is None else samples.own.gathered(values)
 
 
-def _before(model: Any, samples: DeviceMicroBatch) -> Tensor:
+def _predicting_states(model: Any, samples: DeviceMicroBatch) -> Tensor:
     """The last hidden states of the tokens before the loss tokens, shape (N, H)."""
     tokens: dict[str, Any] = (
         {"input_ids": samples.tokens_S[None]}
@@ -339,7 +341,7 @@ def scaling_of(model: Any, temperature: float) -> Scaling:
     # Gemma 3n and 4 make inputs of each layer.
     of_layers = optional_field(config, "hidden_size_per_layer_input")
     with nullcontext() if of_layers else _without_layers(config):
-        holds = _scales_so(model, scaling)
+        holds = _scaling_holds(model, scaling)
     if not holds:
         raise ConfigError(
             f"the logits of {type(model).__name__} are not its output embedding over its last"
@@ -373,7 +375,7 @@ def check_choices(model: Any) -> None:
         )
 
 
-def _scales_so(model: Any, scaling: Scaling) -> bool:
+def _scaling_holds(model: Any, scaling: Scaling) -> bool:
     """True if the logits of a few tokens are the head's outputs with this scaling."""
     tokens_S = torch.arange(8, device=model.device) % model.config.get_text_config().vocab_size
     segments, rest = Segments.of([8], model.device), without_router_logits(model.config)
@@ -385,6 +387,6 @@ def _scales_so(model: Any, scaling: Scaling) -> bool:
             input_ids=tokens_S[None], use_cache=False, segments=segments
         ).last_hidden_state[0]
         got_SV = scaling.apply(model.get_output_embeddings()(hidden).clone())
-    # Weights that are gathered in bfloat16.
+    # The looser one is for weights that are gathered in bfloat16.
     tolerance = 1e-3 if expected_SV.dtype == torch.float32 else 5e-2
     return torch.allclose(expected_SV.float(), got_SV, rtol=tolerance, atol=tolerance)

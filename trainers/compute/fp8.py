@@ -20,9 +20,9 @@ from agentrl.errors import ConfigError
 from agentrl.models.vision import language_model
 from agentrl.trainers.compute.recomputation import blocks_of
 
-_MULTIPLE = 16
-"""What the kernels take of the sizes of a matrix."""
-_OLDEST = (8, 9)
+_SIZE_MULTIPLE = 16
+"""The kernels take matrices whose sizes are multiples of this."""
+_MIN_CAPABILITY = (8, 9)
 """The first GPUs that have such products: compute capability."""
 
 
@@ -33,11 +33,12 @@ def use_fp8(model: Any, device: torch.device) -> None:
     Raises:
         ConfigError: the GPU has no such products, or the model no such layers.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise ConfigError(
-            f"trainer.fp8 needs GPUs of compute capability {_OLDEST[0]}.{_OLDEST[1]} or more, and"
-            f" this one is {name}: leave the setting out"
+            "trainer.fp8 needs GPUs of compute capability"
+            f" {_MIN_CAPABILITY[0]}.{_MIN_CAPABILITY[1]} or more, and this one is {name}: leave the"
+            " setting out"
         )
     language = set(language_model(model).modules())
     chosen = {
@@ -46,14 +47,14 @@ def use_fp8(model: Any, device: torch.device) -> None:
         if block in language
         for module in block.modules()
         if isinstance(module, torch.nn.Linear)
-        and module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
+        and module.in_features % _SIZE_MULTIPLE == module.out_features % _SIZE_MULTIPLE == 0
     }
     if not chosen:
         raise ConfigError(
-            f"trainer.fp8 is for linear layers whose sizes are multiples of {_MULTIPLE}, and"
+            f"trainer.fp8 is for linear layers whose sizes are multiples of {_SIZE_MULTIPLE}, and"
             f" {type(model).__name__} has none: leave the setting out"
         )
-    with _quiet():
+    with _quiet_torchao():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
@@ -65,8 +66,8 @@ def use_fp8(model: Any, device: torch.device) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what torchao's import says of kernels that are not used here."""
+def _quiet_torchao() -> Iterator[None]:
+    """Silence torchao's import, which warns of kernels that are not used here."""
     logger = logging.getLogger("torchao")
     before, logger.level = logger.level, logging.ERROR
     try:

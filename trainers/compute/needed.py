@@ -20,11 +20,11 @@ from agentrl.trainers.compute.prefixes import SharedPrefixes
 if TYPE_CHECKING:
     from agentrl.trainers.compute.attention import Block
 
-MOST = 256
+MAX_NEEDED_PER_SEGMENT = 256
 """Needed tokens of a segment: what they see is held in a mask, whose size then stays linear in the
 tokens.
 """
-SHARE = 0.5
+MAX_NEEDED_SHARE = 0.5
 """If more of a segment is needed, attention without a mask is as fast."""
 
 
@@ -86,7 +86,7 @@ class Needed:
             if not inside_P.any():
                 continue
             ends_R = ends_M[(ends_M > block.first) & (ends_M <= block.stop)]
-            one = _of_block(
+            one = _needed_of_block(
                 of_segments_P[inside_P], places_P[inside_P], block.first, ends_R, device
             )
             if one is None:
@@ -99,7 +99,7 @@ class Needed:
         return out_PHD.new_zeros(tokens, *out_PHD.shape[1:]).index_copy(0, self.places_P, out_PHD)
 
 
-def _of_block(
+def _needed_of_block(
     tokens_P: IntArray, places_P: IntArray, first: int, ends_R: IntArray, device: torch.device
 ) -> NeededOfBlock | None:
     """`tokens_P`: places among the tokens of all segments; `places_P`: the same in the sequence; of
@@ -110,7 +110,7 @@ def _of_block(
     rows_P = np.searchsorted(ends_R, tokens_P, side="right")
     counts_R = np.bincount(rows_P, minlength=len(ends_R))
     most = int(counts_R.max())
-    if most > min(MOST, SHARE * longest):
+    if most > min(MAX_NEEDED_PER_SEGMENT, MAX_NEEDED_SHARE * longest):
         return None
     columns_P = np.arange(len(tokens_P)) - (np.cumsum(counts_R) - counts_R)[rows_P]
     queries_RQ = np.full((len(ends_R), most), places_P[0], np.int64)

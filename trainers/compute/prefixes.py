@@ -59,7 +59,7 @@ def in_tree_order(rows: Sequence[IntArray]) -> tuple[list[int], list[int]]:
     """
     keys = [row.astype(">i4").tobytes() for row in rows]  # bytes that sort as their tokens do
     order = sorted(range(len(rows)), key=keys.__getitem__)
-    return order, [0, *(_shared(rows[one], rows[other]) for one, other in pairwise(order))][
+    return order, [0, *(_common_prefix(rows[one], rows[other]) for one, other in pairwise(order))][
         : len(rows)
     ]
 
@@ -101,7 +101,7 @@ def counted_tokens(length: int, shared: int) -> int:
     return length - shared + -(-shared // REPEATED)
 
 
-def _shared(one: IntArray, other: IntArray) -> int:
+def _common_prefix(one: IntArray, other: IntArray) -> int:
     """The length of the prefix that two rows share."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]

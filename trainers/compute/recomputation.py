@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from agentrl.errors import ConfigError
 from agentrl.placement.footprint import Recompute
 
-_KEPT = (
+_KEPT_OPERATORS = (
     "aten::mm",
     "aten::addmm",
     "aten::_grouped_mm",
@@ -68,15 +68,15 @@ def recompute_blocks(model: Any, how: Recompute, *, offload: bool = False) -> No
             " trainer.activation_checkpointing=none"
         )
     contexts = (
-        partial(create_selective_checkpoint_contexts, _kept())
+        partial(create_selective_checkpoint_contexts, _kept_operators())
         if how == "selective"
         else noop_context_fn
     )
     for block in found:
-        block.forward = partial(_checkpointed, block.forward, contexts, offload)
+        block.forward = partial(_checkpoint_block, block.forward, contexts, offload)
 
 
-def _checkpointed(
+def _checkpoint_block(
     forward: Callable[..., Any],
     contexts: Callable[[], Any],
     offload: bool,
@@ -98,10 +98,10 @@ def _checkpointed(
         )
 
 
-def _kept() -> list[Any]:
-    """The operators of `_KEPT` that this torch has."""
+def _kept_operators() -> list[Any]:
+    """The operators of `_KEPT_OPERATORS` that this torch has."""
     found = []
-    for name in _KEPT:
+    for name in _KEPT_OPERATORS:
         namespace, _, operator = name.partition("::")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         if packet is not None:

@@ -56,7 +56,7 @@ def check_experts(model: Any, mesh: Mesh, recompute: Recompute | None = None) ->
     if not found:
         raise ConfigError(f"{where}, and {kind} has none: leave the setting out")
     for module in found:
-        stacked = _stacked(module)
+        stacked = _stack_size(module)
         if stacked is None:
             raise ConfigError(
                 f"{where}, and those of {kind} are not of the form that transformers computes by"
@@ -82,14 +82,14 @@ def divide_experts(
     )
     for _, module in modules:
         if group is not None:
-            _leave_own(module, group)
+            _keep_own_experts(module, group)
         if tensor is not None:
             module.forward = ExpertsOfSlices(module.forward, tensor)
     kept = tuple(module for _, module in modules)
     return ExpertShards(kept, names, *((0, 1) if group is None else (group.rank, group.ranks)))
 
 
-def _leave_own(module: Any, group: ExpertGroup) -> None:
+def _keep_own_experts(module: Any, group: ExpertGroup) -> None:
     """Leave a module its part of the experts."""
     count = module.num_experts // group.ranks
     for own, whole in list(module.named_parameters(recurse=False)):
@@ -99,7 +99,7 @@ def _leave_own(module: Any, group: ExpertGroup) -> None:
     module.forward = DividedExperts(module.forward, count, group)
 
 
-def _stacked(experts: Any) -> int | None:
+def _stack_size(experts: Any) -> int | None:
     """The number of experts in a module that computes them as transformers' common functions do:
     all of its tensors are stacks of them. None for another module.
     """

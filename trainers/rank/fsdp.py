@@ -129,7 +129,7 @@ def _shard(
             fully_shard(module, **{**options, **own})
     # The backward pass begins with the head: what is outside of blocks stays until then.
     fully_shard(model, **{**options, "reshard_after_forward": False})
-    for module in _sharded(model):
+    for module in _fsdp_modules(model):
         # The gradients of the ranks are summed, not averaged.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -149,12 +149,12 @@ def _take_memory(model: Predictor, home: torch.device, device: torch.device) -> 
         setattr(owner, name, buffer.to(device))
 
 
-def _sharded(model: Predictor) -> list[FSDPModule]:
+def _fsdp_modules(model: Predictor) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _reshard(model: Predictor) -> None:
-    for module in _sharded(model):
+    for module in _fsdp_modules(model):
         module.reshard()
 
 
@@ -230,7 +230,7 @@ class FullyShard:
         for name, parameter in self.model.named_parameters():
             gradient = parameter.grad
             if isinstance(gradient, DTensor):
-                own[name] = gradient.to_local() if self._counts(name) else None
+                own[name] = gradient.to_local() if self._is_first_copy(name) else None
             elif parameter.requires_grad:
                 own[name] = gradient if self.rank == 0 else None
         return squares(own, self.device)
@@ -245,6 +245,7 @@ class FullyShard:
     def whole(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
         """See `Sharding`."""
         whole: dict[str, Tensor] = {}
+        # One at a time, so that a device holds one whole tensor and not the whole model.
         to = range(self.mesh.world_size) if everywhere else (0,)
         for name in trainable_tensors(self.trainable):
             gathered = self.gather((name,), to, None)
@@ -309,7 +310,7 @@ class FullyShard:
         """See `Sharding`."""
         dist.destroy_process_group()
 
-    def _counts(self, name: str) -> bool:
+    def _is_first_copy(self, name: str) -> bool:
         """True if this is the first of the ranks that have the same of a parameter."""
         tensor = self.groups.tensor
         is_first = tensor is None or tensor.rank == 0 or not self._is_copied(name)

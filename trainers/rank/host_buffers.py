@@ -49,10 +49,11 @@ class HostBuffers:
         self._reserve(tensors)
         for name, tensor in tensors.items():
             self._buffers[name].copy_(local(tensor), non_blocking=True)
-        _synchronize()
+        _synchronize()  # the copies run beside this thread, and read what is replaced here
         _replace(module, optimizer, self._buffers.__getitem__)
         self._asleep = True
-        _release()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # gives the freed memory to other processes
 
     def wake(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
@@ -73,15 +74,14 @@ class HostBuffers:
 
     def _reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate memory for tensors that have none, or that have changed their shape or type."""
-        new = {
-            name: local(tensor)
-            for name, tensor in tensors.items()
-            if not _same_form(self._buffers.get(name), local(tensor))
-        }
+        new: dict[str, Tensor] = {}
         starts: dict[str, int] = {}
         size = 0
-        for name, tensor in new.items():
-            starts[name] = size
+        for name, whole in tensors.items():
+            tensor, buffer = local(whole), self._buffers.get(name)
+            if buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype):
+                continue
+            new[name], starts[name] = tensor, size
             size += math.ceil(tensor.nbytes / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if not new:
             return
@@ -96,10 +96,6 @@ class HostBuffers:
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank has."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _same_form(buffer: Tensor | None, tensor: Tensor) -> bool:
-    return buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
 
 
 def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -148,9 +144,3 @@ def _lock_pages(memory: Tensor) -> None:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _release() -> None:
-    """Give the device's free memory back, so that others can use it."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -70,7 +70,7 @@ class Adapters:
         if settings.targets != "all-linear":
             _check_targets(model, settings.targets)
         targets = (
-            _seeing_targets(model, settings.names)
+            _language_targets(model, settings.names)
             if sees(model.config)
             else _linear_layers(model)
             if settings.targets == "all-linear"
@@ -82,7 +82,11 @@ class Adapters:
         inject_adapter_in_model(config, model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         shapes = {name: p.shape for name, p in trained.items()}
-        stored = [Stored(_in_peft(name), shape, name) for name, shape in shapes.items()]
+        # In files, peft prefixes names and leaves out the adapter's own name, "default".
+        stored = [
+            Stored(f"base_model.model.{name.replace('.default.weight', '.weight')}", shape, name)
+            for name, shape in shapes.items()
+        ]
         in_folder = weight_files(origin)
         files = {
             one.of: one.name for one in weights if one.of not in in_folder and one.name in in_folder
@@ -125,8 +129,15 @@ class Adapters:
         return {name: Factors(pair["A"], pair["B"], scale) for name, pair in pairs.items()}
 
     def _split(self, name: str) -> tuple[str, str]:
-        """The weight of the folder that a factor adapts, and the factor's side, A or B."""
-        weight, side = _split(name)
+        """The weight of the folder that a factor adapts, and the factor's side, A or B.
+
+        Example: `layers.0.q_proj.lora_A.default.weight` is (`layers.0.q_proj.weight`, `A`).
+        """
+        if (match := _FACTOR.fullmatch(name)) is None:
+            raise ConfigError(
+                f"trainer.lora supports adapters of linear layers only, and {name} is not one"
+            )
+        weight, side = f"{match[1]}.weight", match[2]
         return self.files.get(weight, weight), side
 
     def weights(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -156,15 +167,6 @@ class Adapters:
         return write
 
 
-def _split(name: str) -> tuple[str, str]:
-    """The weight that a factor adapts, and the factor's side, A or B."""
-    if (match := _FACTOR.fullmatch(name)) is None:
-        raise ConfigError(
-            f"trainer.lora supports adapters of linear layers only, and {name} is not one"
-        )
-    return f"{match[1]}.weight", match[2]
-
-
 def _check_linear(model: Any) -> None:
     """GPT-2's layers hold their weights transposed, and peft their adapters as of linear layers."""
     from transformers.pytorch_utils import Conv1D
@@ -181,11 +183,11 @@ def _check_targets(model: Any, targets: Sequence[str]) -> None:
     the weight alone.
     """
     where = f"trainer.lora.targets={list(targets)}"
-    layers = dict(model.named_modules())
+    layers, head = dict(model.named_modules()), model.get_output_embeddings()
     linear = {
         name.rpartition(".")[2]
         for name, layer in layers.items()
-        if _is_inner_linear(model, layer) and part_of(name) == "language"
+        if isinstance(layer, torch.nn.Linear) and layer is not head and part_of(name) == "language"
     }
     known = f"name linear layers by the ends of their names, such as {', '.join(sorted(linear))}"
     if not targets:
@@ -202,7 +204,7 @@ def _check_targets(model: Any, targets: Sequence[str]) -> None:
                 f" language model only: {known}"
             )
         for name in named:
-            if layers[name] is model.get_output_embeddings():
+            if layers[name] is head:
                 raise ConfigError(
                     f"{where}: {name} is the model's head, which can have no adapters: {known}"
                 )
@@ -214,13 +216,9 @@ def _check_targets(model: Any, targets: Sequence[str]) -> None:
                 )
 
 
-def _is_inner_linear(model: Any, layer: Any) -> bool:
-    return isinstance(layer, torch.nn.Linear) and layer is not model.get_output_embeddings()
-
-
 def _linear_layers(model: Any) -> str | list[str]:
-    """What peft calls all linear layers; of a mixture of experts, the linear layers outside of its
-    MLPs.
+    """The name that peft has for all linear layers; or, of a mixture of experts, the linear layers
+    outside of its MLPs.
 
     For a mixture, peft would add adapters of the experts too, which are no linear layers in
     transformers 5 and have other names in the model's folder.
@@ -233,11 +231,11 @@ def _linear_layers(model: Any) -> str | list[str]:
         if isinstance(module, torch.nn.Linear)
     ]
     own = ((name, name.rpartition(".")[2]) for name in linear if ".mlp." not in name)
-    # A number names layers as well.
+    # A last part that is a number would name layers too (`layers.0`): write the whole name.
     return sorted({name if last.isdigit() else last for name, last in own})
 
 
-def _seeing_targets(model: Any, names: Sequence[str]) -> str:
+def _language_targets(model: Any, names: Sequence[str]) -> str:
     """A pattern of the linear layers of the language model in a model that sees, of all or of those
     whose names end so.
     """
@@ -261,8 +259,3 @@ def first_factor(name: str, shape: torch.Size) -> Tensor:
     bound = shape[-1] ** -0.5
     generator = torch.Generator().manual_seed(derive_seed(0, "lora", name))
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-
-def _in_peft(name: str) -> str:
-    """The name that peft gives a tensor in a file."""
-    return "base_model.model." + name.replace(".default.weight", ".weight")

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as fused_adamw
+
+from agentrl.trainers.rank.host_buffers import local
 
 SCALE = "_scale"
 """What the name of a moment's scales ends with, in the state of a parameter."""
@@ -56,8 +57,8 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros(())
             for moment in ("exp_avg", "exp_avg_sq"):
-                state.update(_zeros(moment, parameter, self.moments))
-        weights_N, gradients_N = _flat(parameter), local(gradient).reshape(-1)
+                state.update(_zero_state(moment, parameter, self.moments))
+        weights_N, gradients_N = _flat_local(parameter), local(gradient).reshape(-1)
         for first in range(0, weights_N.numel(), _AT_ONCE):
             piece = slice(first, first + _AT_ONCE)
             mean_N, square_N = (read(state, moment, piece) for moment in ("exp_avg", "exp_avg_sq"))
@@ -84,7 +85,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
 def read(state: dict[str, Tensor], moment: str, piece: slice) -> Tensor:
     """Numbers of a moment in float32: a copy, unless that is how they are kept."""
-    values_N = _flat(state[moment])
+    values_N = _flat_local(state[moment])
     if values_N.dtype != torch.uint8:
         return values_N[piece].float()
     scales_R = state[moment + SCALE]
@@ -99,7 +100,7 @@ def read(state: dict[str, Tensor], moment: str, piece: slice) -> Tensor:
 
 def write(state: dict[str, Tensor], moment: str, piece: slice, new_N: Tensor) -> None:
     """Set numbers of a moment."""
-    values_N = _flat(state[moment])
+    values_N = _flat_local(state[moment])
     if values_N.dtype != torch.uint8:
         values_N[piece].copy_(new_N)
         return
@@ -113,7 +114,7 @@ def write(state: dict[str, Tensor], moment: str, piece: slice, new_N: Tensor) ->
 
 def whole(state: dict[str, Tensor], moment: str) -> Tensor:
     """All numbers of a moment that is kept in codes, in float32 and CPU memory; flat."""
-    size = _flat(state[moment]).numel()
+    size = _flat_local(state[moment]).numel()
     decoded_N = torch.empty(size)
     for first in range(0, size, _AT_ONCE):
         piece = slice(first, min(first + _AT_ONCE, size))
@@ -131,11 +132,14 @@ def set_whole(state: dict[str, Tensor], moment: str, new_N: Tensor) -> None:
 def encode(values_N: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes (uint8) and the scales of blocks. Numbers that `decode` gave get the codes and scales
     that they had.
+
+    Example: the block (0.5, -2, 0) has the scale -2. Its shares (-0.25, 1, 0) get the codes of the
+    nearest levels, and 1 and 0 are levels themselves.
     """
     values_RB = values_N.view(-1, block)
     scales_R1 = values_RB.gather(-1, values_RB.abs().argmax(-1, keepdim=True))
     scales_R1[scales_R1.abs() < _SMALLEST_SCALE] = 0
-    shares_RB = (values_RB / scales_R1).masked_fill_(scales_R1 == 0, 0)
+    shares_RB = (values_RB / scales_R1).masked_fill_(scales_R1 == 0, 0)  # not 0 / 0
     levels = _levels(signed, values_N.device)
     codes_RB = torch.bucketize(shares_RB, (levels[1:] + levels[:-1]) / 2, out_int32=True)
     return codes_RB.to(torch.uint8).view(-1), scales_R1.view(-1)
@@ -163,27 +167,19 @@ def _levels(signed: bool, device: torch.device) -> Tensor:
     return torch.cat([*levels, torch.tensor([0.0, 1.0])]).sort().values.to(device)
 
 
-def _zeros(moment: str, parameter: Tensor, moments: torch.dtype) -> dict[str, Tensor]:
+def _zero_state(moment: str, parameter: Tensor, moments: torch.dtype) -> dict[str, Tensor]:
     """The state of a moment that is zero."""
     if moments != torch.int8:
         return {moment: torch.zeros_like(parameter, dtype=moments)}
     block = math.gcd(parameter.shape[1:].numel(), _BLOCK)
-    if block < _SMALLEST_BLOCK or not _flat(parameter).numel():
+    if block < _SMALLEST_BLOCK or not _flat_local(parameter).numel():
         return {moment: torch.zeros_like(parameter)}
-    codes = torch.full_like(parameter, _code_of_zero(moment == "exp_avg"), dtype=torch.uint8)
-    scales_R = torch.zeros(_flat(parameter).numel() // block, device=parameter.device)
+    levels = _levels(moment == "exp_avg", torch.device("cpu"))
+    codes = torch.full_like(parameter, int((levels == 0).nonzero()), dtype=torch.uint8)
+    scales_R = torch.zeros(_flat_local(parameter).numel() // block, device=parameter.device)
     return {moment: codes, moment + SCALE: scales_R}
 
 
-def _code_of_zero(signed: bool) -> int:
-    return int((_levels(signed, torch.device("cpu")) == 0).nonzero())
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _flat(tensor: Tensor) -> Tensor:
+def _flat_local(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor, as a vector to read and to fill."""
     return local(tensor).view(-1)

@@ -230,9 +230,9 @@ def make_model(
     model.eval()
     frozen = freeze_parts(model, spec)
     compute_only_needed(model)
-    balance = _balance(model, spec)
+    balance = _router_balance(model, spec)
     if spec.routing != "off":
-        _take_choices(model, spec)
+        _use_engine_choices(model, spec)
     stored, before = stored_tensors(model), state_by_name(model)
     others = {
         name: [
@@ -244,7 +244,9 @@ def make_model(
     }
     made: dict[str, Callable[[], Tensor]] = {}
     if valued:
-        made |= {name: partial(torch.zeros, shape) for name, shape in _value_head(model).items()}
+        made |= {
+            name: partial(torch.zeros, shape) for name, shape in _value_head_shapes(model).items()
+        }
     if spec.config.compile:
         compile_blocks(model)
     how = spec.config.recomputed(sum(parameter.numel() for parameter in model.parameters()))
@@ -284,7 +286,7 @@ def make_model(
     return predictor, trainable, Origin(folder, stored, others, made, names, load)
 
 
-def _balance(model: Any, spec: TrainerSpec) -> Balance | None:
+def _router_balance(model: Any, spec: TrainerSpec) -> Balance | None:
     """What watches the routers of a policy, if they are balanced by a loss.
 
     Raises:
@@ -302,7 +304,7 @@ def _balance(model: Any, spec: TrainerSpec) -> Balance | None:
         ) from error
 
 
-def _take_choices(model: Any, spec: TrainerSpec) -> None:
+def _use_engine_choices(model: Any, spec: TrainerSpec) -> None:
     """Let a policy take the experts that the engine chose.
 
     Raises:
@@ -323,7 +325,7 @@ def begin(sharding: Sharding, origin: Origin) -> None:
     sharding.prepare()
 
 
-def _value_head(model: Any) -> dict[str, torch.Size]:
+def _value_head_shapes(model: Any) -> dict[str, torch.Size]:
     """The parameters of a critic's head."""
     head = dict(model.named_children()).get("score")
     if not isinstance(head, nn.Linear):

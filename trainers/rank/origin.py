@@ -103,17 +103,17 @@ class Origin:
             ConfigError: the folder lacks some of them.
         """
         held = sharding.held({*(one.of for one in self.stored), *self.made})
-        if (found := self._in_files()) is not None:
+        if (found := self._find_in_files()) is not None:
             files, stored = found
             for piece in pieces(stored, held):
                 files.read(piece)
         else:
             self._load_and_send(sharding, held)
         for name, make in self.made.items():
-            _fill(held[name], make())
+            _fill_part(held[name], make())
         sharding.refresh()
 
-    def _in_files(self) -> tuple[TensorFiles, list[Stored]] | None:
+    def _find_in_files(self) -> tuple[TensorFiles, list[Stored]] | None:
         """The tensors as they are in the folder's files; None if these have another form."""
         try:
             files = TensorFiles.open(self.folder)
@@ -148,10 +148,10 @@ class Origin:
             if name in held:
                 empty = torch.empty(held[name].shape, dtype=torch.float32)
                 tensor = whole[before].float() if sharding.rank == 0 else empty
-                _fill(held[name], sharding.sent(tensor.contiguous()))
+                _fill_part(held[name], sharding.sent(tensor.contiguous()))
 
 
-def _fill(part: Part, whole: Tensor) -> None:
+def _fill_part(part: Part, whole: Tensor) -> None:
     with torch.no_grad():
         for start, values in part.runs:
             values.copy_(whole.reshape(-1)[start : start + len(values)])

@@ -16,7 +16,7 @@ from agentrl.trainers.rank.tensor_files import Part
 from agentrl.trainers.spec import RankInfo
 
 _CPU = torch.device("cpu")
-_PATIENCE = timedelta(minutes=10)
+_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """How long a collective waits for a missing rank. The death of a rank is noticed at once, by its
 worker.
 """
@@ -35,7 +35,7 @@ def join(rank_info: RankInfo) -> torch.device:
         int(port),
         rank_info.mesh.world_size,
         is_master=meeting is not None,
-        timeout=_PATIENCE,
+        timeout=_COLLECTIVE_TIMEOUT,
         # A store that makes its socket itself listens on all interfaces.
         master_listen_fd=None if meeting is None else meeting.detach(),
     )
@@ -46,7 +46,7 @@ def join(rank_info: RankInfo) -> torch.device:
         store=store,
         rank=rank_info.rank,
         world_size=rank_info.mesh.world_size,
-        timeout=_PATIENCE,
+        timeout=_COLLECTIVE_TIMEOUT,
     )
     return device
 
@@ -89,6 +89,9 @@ class RowLayout:
     alone, and neighbouring ranks have rows of different ones. With several `columns`, the same of
     equal parts of the columns; and with `copies`, neighbouring ranks have the same rows. Only one
     of the three is not 1.
+
+    Example: 8 rows over 4 ranks in 2 stacks. Rows 0 to 3 are the first stack: the ranks 0 and 2
+    have 2 of them each, and the ranks 1 and 3 those of the second stack, rows 4 to 7.
     """
 
     shape: torch.Size
@@ -105,7 +108,7 @@ class RowLayout:
     @property
     def most(self) -> int:
         """Rows of a rank that has as many as any."""
-        return -(-self._of_stack // (self.ranks // self.neighbours))
+        return -(-self._stack_rows // (self.ranks // self.neighbours))
 
     def part(self, rank: int, values: Tensor, copy: int = 0, copies: int = 1) -> Part:
         """What a rank has of the tensor; `values` are its elements. So many `copies` of all ranks
@@ -113,9 +116,9 @@ class RowLayout:
         """
         place, number = divmod(rank, self.neighbours)
         row, width = self.shape[1:].numel(), self.shape[1:].numel() // self.columns
-        first = min(place * self.most, self._of_stack)
+        first = min(place * self.most, self._stack_rows)
         if self.stacks > 1:
-            first += number * self._of_stack
+            first += number * self._stack_rows
         if self.columns > 1:
             start = first * row + number * width
             return Part(self.shape, start, values, copy, copies, run=width, stride=row)
@@ -137,11 +140,11 @@ class RowLayout:
             found = by_rows.flatten(2, 3).flatten(0, 1)[: self.shape[0]]
         else:
             by_stack = parts[:: self.copies].view(self.stacks, -1, *parts.shape[1:])
-            found = by_stack.flatten(1, 2)[:, : self._of_stack].flatten(0, 1)
+            found = by_stack.flatten(1, 2)[:, : self._stack_rows].flatten(0, 1)
         return found
 
     @property
-    def _of_stack(self) -> int:
+    def _stack_rows(self) -> int:
         return self.shape[0] // self.stacks
 
 

@@ -189,7 +189,7 @@ class TensorFiles:
     def write_headers(self, stem: str = "model") -> None:
         """Write what makes the files readable. Only one rank has to do so, at any time."""
         for file, shapes in self._by_file.items():
-            with _opened(self.folder / file, os.O_WRONLY | os.O_CREAT) as descriptor:
+            with _open_file(self.folder / file, os.O_WRONLY | os.O_CREAT) as descriptor:
                 os.pwrite(descriptor, _header(shapes), 0)
                 size = sum(4 * shape.numel() for shape in shapes.values())
                 os.truncate(descriptor, len(_header(shapes)) + size)  # a last tensor may be empty
@@ -208,7 +208,7 @@ class TensorFiles:
         place = self.places[piece.name]
         content = piece.values.to(place.dtype).contiguous().view(torch.uint8).numpy().data
         offset = place.offset + piece.start * place.dtype.itemsize
-        with _opened(self.folder / place.file, os.O_WRONLY | os.O_CREAT) as descriptor:
+        with _open_file(self.folder / place.file, os.O_WRONLY | os.O_CREAT) as descriptor:
             done = 0
             while done < len(content):
                 done += os.pwrite(descriptor, content[done : done + _CHUNK], offset + done)
@@ -223,11 +223,11 @@ class TensorFiles:
         size = place.dtype.itemsize
         step = _CHUNK // size
         buffer = np.empty(min(_CHUNK, values.numel() * size), np.uint8)
-        with _opened(self.folder / place.file, os.O_RDONLY) as descriptor, torch.no_grad():
+        with _open_file(self.folder / place.file, os.O_RDONLY) as descriptor, torch.no_grad():
             for first in range(0, values.numel(), step):
                 target = values[first : first + step]
                 room = buffer[: target.numel() * size]
-                _fill(
+                _read_exactly(
                     descriptor, room.data, place.offset + (piece.start + first) * size, place.file
                 )
                 target.copy_(torch.from_numpy(room).view(place.dtype))
@@ -235,7 +235,7 @@ class TensorFiles:
     def to_disk(self) -> None:
         """Flush to the disk what this machine has written."""
         for file in self._by_file:
-            with _opened(self.folder / file, os.O_WRONLY | os.O_CREAT) as descriptor:
+            with _open_file(self.folder / file, os.O_WRONLY | os.O_CREAT) as descriptor:
                 os.fsync(descriptor)
 
     @cached_property
@@ -247,6 +247,9 @@ class TensorFiles:
 
 
 def _header(shapes: Mapping[str, torch.Size]) -> bytes:
+    """The length of the JSON in 8 bytes, and the JSON: of each tensor its type, its shape and where
+    its bytes begin and end. Padding aligns what follows to 8 bytes.
+    """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, shape in shapes.items():
@@ -266,7 +269,7 @@ def _read_header(path: Path) -> dict[str, _Place]:
     with path.open("rb") as file:
         length = file.read(8)
         size = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
-        content = file.read(size) if 0 < size < 100 << 20 else b""
+        content = file.read(size) if 0 < size < 100 << 20 else b""  # about the format's limit
         whole = os.fstat(file.fileno()).st_size
     try:
         entries = json.loads(content)
@@ -288,7 +291,7 @@ def _read_header(path: Path) -> dict[str, _Place]:
     return places
 
 
-def _fill(descriptor: int, room: memoryview, offset: int, file: str) -> None:
+def _read_exactly(descriptor: int, room: memoryview, offset: int, file: str) -> None:
     done = 0
     while done < len(room):
         count = os.preadv(descriptor, [room[done:]], offset + done)
@@ -298,7 +301,7 @@ def _fill(descriptor: int, room: memoryview, offset: int, file: str) -> None:
 
 
 @contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
+def _open_file(path: Path, flags: int) -> Iterator[int]:
     descriptor = os.open(path, flags, 0o666)
     try:
         yield descriptor

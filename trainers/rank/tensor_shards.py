@@ -89,7 +89,7 @@ def divide_matrices(model: Any, group: TensorGroup | None) -> TensorShards:
     """
     if group is None:
         return TensorShards()
-    cut = _Cut(group.ranks)
+    cut = _Divider(group.ranks)
     for _, module, style in planned(model):
         layer = _layer(module)
         if style in BY_ROWS:
@@ -129,8 +129,8 @@ def _factors(module: Any, side: str) -> list[Any]:
     return list(getattr(module, f"lora_{side}", {}).values())
 
 
-class _Cut:
-    """Cuts parameters; tied ones stay tied."""
+class _Divider:
+    """Divides parameters, and remembers how; tied ones stay tied."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

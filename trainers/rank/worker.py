@@ -65,7 +65,7 @@ class TrainerRank:
         self._steps_done = 0
         self._logprobs: Sequence[FloatArray] = ()
         self._writer = ThreadPoolExecutor(
-            1, thread_name_prefix="checkpoint", initializer=_yield_to_others
+            1, thread_name_prefix="checkpoint", initializer=_lower_thread_priority
         )
         self._snapshot: checkpoint.Snapshot | None = None
         self._copying: Future[None] | None = None
@@ -136,7 +136,7 @@ class TrainerRank:
             self._accumulate(micro_batches, old, loss, normalizer / len(shard), tally)
             self._update(lr, tally)
         self._steps_done += 1
-        self._logprobs = [told_3N.float().cpu().numpy() for told_3N in tally.logprobs]
+        self._logprobs = [rows_3N.float().cpu().numpy() for rows_3N in tally.logprobs]
         return {
             "loss": tally.loss / len(shard),
             "grad_norm": tally.grad_norm,
@@ -154,7 +154,11 @@ class TrainerRank:
         backward pass.
         """
         with torch.no_grad():
-            predictions = [self._predicted(one) for minibatch in shard for one in minibatch]
+            predictions = [
+                self.sharding.predict(self._on_device(one))
+                for minibatch in shard
+                for one in minibatch
+            ]
         return [numbers_N.float().cpu().numpy() for numbers_N in predictions]
 
     def token_logprobs(self) -> Sequence[FloatArray]:
@@ -254,11 +258,8 @@ class TrainerRank:
             wait([copying])
 
     @property
-    def _engine_is_old(self) -> bool:
+    def _takes_engine_logprobs(self) -> bool:
         return bool(self._spec.config.old_logprobs == "engine")
-
-    def _predicted(self, micro_batch: MicroBatch) -> Tensor:
-        return self.sharding.predict(self._on_device(micro_batch))
 
     def _on_device(self, micro_batch: MicroBatch, *, balance: bool = False) -> DeviceMicroBatch:
         device, context = self.sharding.device, self.sharding.context
@@ -282,7 +283,7 @@ class TrainerRank:
         """The trainer's logprobs before the first update on this batch; None where the engine's
         stand for them.
         """
-        if self._engine_is_old:
+        if self._takes_engine_logprobs:
             return [None for _ in micro_batches]
         found: list[Tensor | None] = []
         with tally.phase("old_logprobs"), torch.no_grad():
@@ -305,19 +306,23 @@ class TrainerRank:
         """
         with tally.phase("forward_backward"):
             self.sharding.clear()
-            exact = self._spec.head == "policy" and uses_entropy(loss)
+            with_entropy = self._spec.head == "policy" and uses_entropy(loss)
             totals_2E = self._balance_totals(micro_batches)
             for i, (micro_batch, old_N) in enumerate(zip(micro_batches, old, strict=True)):
                 samples = self._on_device(micro_batch, balance=self._balances)
-                predicted, sums_2E = _parted(
-                    self.sharding.predict(samples, entropy=exact), samples, entropy=exact
+                predicted, sums_2E = _split_balance_sums(
+                    self.sharding.predict(samples, entropy=with_entropy),
+                    samples,
+                    entropy=with_entropy,
                 )
                 if tally.before_updates:
                     self._compare_routing(samples, float(micro_batch.counts), tally)
-                logprobs_N, entropies_N = predicted if exact else (predicted, None)
+                logprobs_N, entropies_N = predicted if with_entropy else (predicted, None)
+                # Without old ones, no update has come before this minibatch, or the loss takes the
+                # engine's.
                 before_N = logprobs_N.detach() if old_N is None else old_N
                 tokens = LossTokens(
-                    samples.rollout_logprobs_N if self._engine_is_old else before_N,
+                    samples.rollout_logprobs_N if self._takes_engine_logprobs else before_N,
                     samples.rollout_logprobs_N,
                     samples.reference_logprobs_N,
                     samples.advantages_N,
@@ -326,7 +331,7 @@ class TrainerRank:
                 )
                 output = loss(logprobs_N, tokens)
                 weight = float(micro_batch.counts)
-                told = weight * self._tells
+                reported = weight * self._reports
                 part = (output.loss_N * samples.weights_N).sum() / normalizer * weight
                 whole = part
                 if sums_2E is not None:
@@ -342,9 +347,10 @@ class TrainerRank:
                 self.sharding.backward(
                     whole * (1 + 0 * part.detach()), last=i == len(micro_batches) - 1
                 )
-                tally.add(part.detach() * self._tells, output.metrics, told)
+                tally.add(part.detach() * self._reports, output.metrics, reported)
+                # Logprobs of updated weights would not measure the gap to the engine.
                 if old_N is not None or tally.before_updates:
-                    tally.compare((before_N - samples.rollout_logprobs_N).abs(), told)
+                    tally.compare((before_N - samples.rollout_logprobs_N).abs(), reported)
                 known_N = (
                     torch.full_like(before_N, torch.nan)
                     if entropies_N is None
@@ -355,9 +361,9 @@ class TrainerRank:
                 )
 
     @property
-    def _tells(self) -> float:
-        """0 for a rank that computes a part of the same samples as another one, which tells of
-        their loss tokens; else 1.
+    def _reports(self) -> float:
+        """The factor of this rank's sums in those of all ranks: 0 if another rank reports the same
+        loss tokens, as ranks that share samples do; else 1.
         """
         return float(self.sharding.rank in self.sharding.mesh.data_parallel_leaders)
 
@@ -378,7 +384,9 @@ class TrainerRank:
         with torch.no_grad():
             for micro_batch in micro_batches:
                 samples = self._on_device(micro_batch, balance=True)
-                _, sums_2E = _parted(self.sharding.predict(samples), samples, entropy=False)
+                _, sums_2E = _split_balance_sums(
+                    self.sharding.predict(samples), samples, entropy=False
+                )
                 assert sums_2E is not None
                 found.append(sums_2E * float(micro_batch.counts))
         return self.sharding.sum(torch.stack(found).sum(0))
@@ -411,6 +419,7 @@ class TrainerRank:
             squares = self.sharding.gradient_squares()
             whole = self.sharding.sum(torch.stack(list(squares.values()))) if squares else ()
             by_group = norms_of(dict(zip(squares, whole, strict=True)))
+            # The update changes what a checkpoint that was begun may not have copied yet.
             self._finish_copying()
             grad_norm = self.sharding.update(lr, self._spec.config.max_grad_norm)
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -443,10 +452,12 @@ class TrainerRank:
         return {**means, "logprob_gap_mean": gap / compared}
 
 
-def _parted(
+def _split_balance_sums(
     predicted: Tensor, samples: DeviceMicroBatch, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The outputs of a predictor for the loss tokens, and `Balance.sums` if wanted."""
+    """The outputs of a predictor for the loss tokens, and `Balance.sums` if these were asked for:
+    `Predictor.forward` returns both in one flat tensor.
+    """
     if samples.times_S is None:
         return predicted, None
     count = len(samples.weights_N) * (1 + entropy)
@@ -459,7 +470,7 @@ def _write_copied(copying: "Future[None]", snapshot: checkpoint.Snapshot, folder
     snapshot.write(folder)
 
 
-def _yield_to_others() -> None:
+def _lower_thread_priority() -> None:
     """Let this thread write in the pauses of the steps, where the operating system knows priorities
     of threads.
     """

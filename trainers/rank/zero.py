@@ -43,12 +43,12 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "Zero":
     values. ZeRO 1 and 2 keep all weights on each rank.
     """
     config: DeepSpeedTrainer.Config = spec.config
-    deepspeed = _deepspeed()
+    deepspeed = _import_deepspeed()
     device = join(rank_info)
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     model, trainable, origin = make_model(spec, autocast=in_bfloat16(config, device))
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
-    settings = _settings(config, model)
+    settings = _deepspeed_settings(config, model)
     if config.zero_stage == 3:
         _take_shares(deepspeed, model, device, settings)
     else:
@@ -79,7 +79,7 @@ def _take_shares(
             setattr(owner, name, buffer.to(device))
 
 
-def _deepspeed() -> Any:
+def _import_deepspeed() -> Any:
     """Import the library; an environment variable chooses its device."""
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
@@ -98,7 +98,7 @@ def _deepspeed() -> Any:
     return deepspeed
 
 
-def _settings(config: "DeepSpeedTrainer.Config", model: Predictor) -> dict[str, Any]:
+def _deepspeed_settings(config: "DeepSpeedTrainer.Config", model: Predictor) -> dict[str, Any]:
     """DeepSpeed's own settings. Without `gradient_clipping` it would clip by 1.0."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     bucket = min(GRADIENTS_AT_ONCE, trained)
