@@ -24,7 +24,7 @@ version reproduces them.
 
 
 def effective_kv_on_update(setting: KvOnUpdate, max_staleness: int) -> KvOnUpdate:
-    """What a setting means with a bound of so many versions: with 0, nothing is left to reuse."""
+    """The setting that counts with a bound of so many versions: 0 leaves nothing to reuse."""
     return "recompute" if setting == "reuse" and not max_staleness else setting
 
 

@@ -1,5 +1,5 @@
-"""`DirectAccess`: which replicas of a router rollout workers may ask themselves, and what they say
-of it.
+"""`DirectAccess`: which replicas of a router rollout workers may ask themselves, and what workers
+report of their requests there.
 
     Router ── offer ─▶ DirectAccess ── doors ─▶ workers ══ requests ═▶ EngineDoor of a replica
            ◀────────────── note_direct ────────
@@ -27,7 +27,7 @@ class DirectAccess:
 
     def __init__(self, suspicion: Suspicion) -> None:
         self._suspicion = suspicion
-        self._told: Callable[[Doors], None] | None = None
+        self._listener: Callable[[Doors], None] | None = None
         self._offered: Doors = ()
         self._live = defaultdict[Door, dict[int, int]](dict)
         self._calm_at = 0.0
@@ -35,36 +35,36 @@ class DirectAccess:
     @property
     def is_followed(self) -> bool:
         """True if there are workers that may use doors."""
-        return self._told is not None
+        return self._listener is not None
 
-    def follow(self, told: Callable[[Doors], None]) -> None:
-        """Tell of each change of the doors from now on."""
-        self._told = told
+    def follow(self, listener: Callable[[Doors], None]) -> None:
+        """Call `listener` with the doors at each change from now on."""
+        self._listener = listener
 
     def offer(self, doors: Doors) -> None:
         """Workers may use these doors and no others, unless there is a reason to use none."""
         if now() < self._calm_at or self._suspicion.is_open or self._suspicion.set_aside:
             doors = ()
-        if self._told is not None and doors != self._offered:
+        if self._listener is not None and doors != self._offered:
             self._offered = doors
-            self._told(doors)
+            self._listener(doors)
 
     def live(self, door: Door | None) -> int:
-        """Requests that workers have at a door, as they said last."""
+        """Requests that workers have at a door, by their last reports."""
         return sum(self._live[door].values()) if door is not None and door in self._live else 0
 
     def note(self, rank: int, door: Door, live: int) -> None:
-        """The worker of this rank has so many requests at a door."""
+        """Note a report: the worker of this rank has so many requests at a door."""
         self._live[door][rank] = live
 
     def forget_worker(self, rank: int) -> None:
-        """The worker of this rank has no requests any more."""
+        """Note that the worker of this rank has no requests any more."""
         for by_rank in self._live.values():
             by_rank.pop(rank, None)
 
     def died(self, door: Door | None) -> bool:
-        """The replica behind a door is dead; true if it may have died of a request that the router
-        does not know.
+        """Note that the replica behind a door is dead. True if it may have died of a request that
+        the router does not know.
         """
         if door is None:
             return False

@@ -69,7 +69,7 @@ _QUIET_YIELDS = 4
 _MAX_YIELDS = 64
 _PREFILL_SHARE = 8
 """A decoding step costs a slot about as much as so many tokens of a prefill."""
-_MEMORY_OF_REQUESTS = 256
+_TURN_AVERAGE_REQUESTS = 256
 """How many requests the share of later turns is averaged over, roughly."""
 
 
@@ -299,7 +299,7 @@ class LocalEngine(Engine):
         )
         self._arrivals += 1
         self._later_turns += ((request.known > 0) - self._later_turns) / min(
-            self._arrivals, _MEMORY_OF_REQUESTS
+            self._arrivals, _TURN_AVERAGE_REQUESTS
         )
         self._live_ids.add(request.id)
         self._keeps_experts |= request.keep_experts and model.has_experts
@@ -525,18 +525,17 @@ class LocalEngine(Engine):
             (live for live in self._waiting if not live.future.done()), key=_Live.order
         )
         for priority, equals in groupby(waiting, lambda live: live.request.priority):
-            if self._slots.available:
-                self._admit_equals(list(equals), Hold(self._steps, priority))
+            if not self._slots.available:
+                break
+            now = Hold(self._steps, priority)
+            strangers = [live for live in equals if not self._extend_parked(live)]
+            room = self._slots.not_held(now)
+            if not room and not self._running:
+                room = 1  # a slot is held for a request that may never come
+            for live in strangers[:room]:
+                live.take(self._slots.take_any(live.prompt, now))
+                self._running[live.slot] = live
         self._waiting = [live for live in waiting if live.slot < 0]
-
-    def _admit_equals(self, equals: list[_Live], now: Hold) -> None:
-        strangers = [live for live in equals if not self._extend_parked(live)]
-        room = self._slots.not_held(now)
-        if not room and not self._running:
-            room = 1  # a slot is held for a request that may never come
-        for live in strangers[:room]:
-            live.take(self._slots.take_any(live.prompt, now))
-            self._running[live.slot] = live
 
     def _extend_parked(self, live: _Live) -> bool:
         """Let a request take the parked slot that it extends, if there is one."""
@@ -575,12 +574,13 @@ class LocalEngine(Engine):
             if not live.cached:
                 live.oldest = self._version
             live.cached = row.stop
+            # A single token without a copy is decoding: all others are prompts, or computed again.
             if len(row.token_ids) > 1 or row.copied_from is not None:
                 self._prefilled += len(row.token_ids)
             if row.copied_from is not None:
                 self._cached += row.start
             if row.sample:
-                finished += self._append(live, next(sampled))
+                finished += self._append_drawn(live, next(sampled))
         return finished
 
     def _note_experts(self, model: "PackedModel", rows: "Mapping[_Live, StepRow]") -> None:
@@ -640,14 +640,14 @@ class LocalEngine(Engine):
         budget = max(_STEP_TOKENS, len(order))
         rows: dict[_Live, StepRow] = {}
         for live in order:
-            source = self._copied_from(live, rows)
+            source = self._copy_source(live, rows)
             start = live.cached if source is None else len(live.request.prompt_ids) - 1
             stop = min(start + budget, len(live.tokens))
             if start >= stop:
                 break
             if self._sees_both_ways:
                 stop = whole_pictures(live.request.images, start, stop)
-            budget -= stop - start
+            budget -= stop - start  # below 0 if a picture reached beyond it: the next row ends this
             request = live.request
             rows[live] = StepRow(
                 live.slot,
@@ -665,7 +665,7 @@ class LocalEngine(Engine):
             )
         return rows
 
-    def _copied_from(self, live: _Live, rows: "Mapping[_Live, StepRow]") -> int | None:
+    def _copy_source(self, live: _Live, rows: "Mapping[_Live, StepRow]") -> int | None:
         """The slot that has the KV of a request's prompt, now or after this step's `rows`, if the
         request has none.
 
@@ -675,17 +675,15 @@ class LocalEngine(Engine):
             return None
         prompt = live.prompt.tobytes()
         found = self._openings.get(prompt)
-        computed = None if found is None else self._computed(*found, rows)
+        computed = None if found is None else self._cached_after_step(*found, rows)
         if found is None or computed is None:
+            # The first of its kind: those with the same prompt that come after it copy its KV.
             self._openings.put(prompt, live.slot, live.tokens)
             return None
-        return (
-            found[0]
-            if found[0] != live.slot and computed >= len(live.request.prompt_ids) - 1
-            else None
-        )
+        source, has_prompt = found[0], computed >= len(live.request.prompt_ids) - 1
+        return source if has_prompt and source != live.slot else None
 
-    def _computed(
+    def _cached_after_step(
         self, slot: int, tokens: SlotTokens, rows: "Mapping[_Live, StepRow]"
     ) -> int | None:
         """Of how many of these tokens the slot has the KV after this step's `rows`; None if it may
@@ -701,7 +699,7 @@ class LocalEngine(Engine):
             return None
         return held.cached
 
-    def _append(self, live: _Live, drawn: "Drawn") -> bool:
+    def _append_drawn(self, live: _Live, drawn: "Drawn") -> bool:
         live.tokens.append(ints([drawn.token]))
         live.logprobs.append(drawn.logprob)
         live.supports.append(drawn.support)

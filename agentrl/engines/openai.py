@@ -132,9 +132,9 @@ class OpenAIEngine(Engine):
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         try:
-            await self._ask_what_is_served(self._session)
+            await self._read_served_models(self._session)
             if self._folder is not None and seeing_family(self._folder):
-                self._eyes = await asyncio.to_thread(_eyes_of, self._folder)
+                self._eyes = await asyncio.to_thread(_load_eyes, self._folder)
         except BaseException:
             await self.__aexit__()
             raise
@@ -168,7 +168,7 @@ class OpenAIEngine(Engine):
         self._live.add(request.id)
         try:
             if self._eyes is not None and request.images:
-                return await self._see(session, request, max_new, self._eyes)
+                return await self._generate_with_pictures(session, request, max_new, self._eyes)
             answer = await self._ask(
                 session, "POST", self._completions, to_json(self._body(request, max_new))
             )
@@ -176,7 +176,7 @@ class OpenAIEngine(Engine):
             self._live.discard(request.id)
         return self._completion(_parse(CompletionAnswer, answer))
 
-    async def _see(
+    async def _generate_with_pictures(
         self, session: aiohttp.ClientSession, request: GenerateRequest, max_new: int, eyes: Eyes
     ) -> Completion:
         """Have a prompt with pictures answered."""
@@ -237,7 +237,7 @@ class OpenAIEngine(Engine):
             raise EngineDeadError(f"the engine is not running: {self._closed}")
         return self._session
 
-    async def _ask_what_is_served(self, session: aiohttp.ClientSession) -> None:
+    async def _read_served_models(self, session: aiohttp.ClientSession) -> None:
         listed = _parse(
             ServedModels, await self._ask(session, "GET", f"{self._url}/v1/models")
         ).data
@@ -268,7 +268,7 @@ class OpenAIEngine(Engine):
             "max_tokens": max_new,
             "temperature": sampling.temperature,
             "stop_token_ids": sampling.stop_token_ids,
-            **_chosen(sampling),
+            **_sampling_options(sampling),
             "seed": request.seed & (2**63 - 1),
             "logprobs": 0,  # of the sampled token only
             "return_token_ids": True,
@@ -296,7 +296,7 @@ class OpenAIEngine(Engine):
                 "max_tokens": max_new,
                 "temperature": sampling.temperature,
                 "stop_token_ids": sampling.stop_token_ids,
-                **_chosen(sampling),
+                **_sampling_options(sampling),
                 "seed": request.seed & (2**63 - 1),
                 "logprobs": 0,
                 "ignore_eos": True,
@@ -345,7 +345,8 @@ class OpenAIEngine(Engine):
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is None or not task.cancelling():
-                    # closing the session cancels requests that wait for a connection
+                    # Nobody cancelled this task: closing the session cancels requests that wait for
+                    # a connection.
                     self._entered()
                 raise
             if status == 200:
@@ -360,7 +361,7 @@ class OpenAIEngine(Engine):
         )
 
 
-def _eyes_of(folder: Path) -> Eyes | None:
+def _load_eyes(folder: Path) -> Eyes | None:
     """How the family of a model writes pictures."""
     from transformers import AutoTokenizer
 
@@ -376,7 +377,7 @@ def _first_difference(read: Sequence[int], sent: Sequence[int]) -> str:
     return f", which first differ at {place}: {read[place]} and {sent[place]}"
 
 
-def _chosen(sampling: SamplingParams) -> dict[str, Any]:
+def _sampling_options(sampling: SamplingParams) -> dict[str, Any]:
     """What differs from the defaults: not every server knows these options."""
     body: dict[str, Any] = {
         name: getattr(sampling, name)

@@ -230,7 +230,7 @@ def _attend(
     if windows is not None:
         windows.append(sliding_window)
     layer_index: Any = module.layer_idx
-    kind = _Kind(
+    kind = _LayerKind(
         query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux
     )
     query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -239,7 +239,7 @@ def _attend(
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _LayerKind:
     """What distinguishes a layer's attention. `sinks_H`: logits that take a share of it and return
     nothing.
     """
@@ -250,7 +250,7 @@ class _Kind:
     sinks_H: Tensor | None
 
 
-def _attend_in_layer(plan: _Plan, layer_index: int, heads: Heads, kind: _Kind) -> Tensor:
+def _attend_in_layer(plan: _Plan, layer_index: int, heads: Heads, kind: _LayerKind) -> Tensor:
     """Attention of the new tokens to those of their slots, (N, H, D), once the layer's cache has
     their keys and values.
     """
@@ -259,24 +259,25 @@ def _attend_in_layer(plan: _Plan, layer_index: int, heads: Heads, kind: _Kind) -
     layer.reserve(key_NKD, value_NKD, *plan.capacity)
     layer.keys_SKLD[plan.slots_N, :, plan.positions_N] = key_NKD
     layer.values_SKLD[plan.slots_N, :, plan.positions_N] = value_NKD
+    # After the new tokens are there: a source may have been computed in this very step.
     for copy in plan.copies:
         layer.copy(copy)
     outputs = [_attend_block(block, layer, query_NHD, kind) for block in plan.blocks]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _in_plain_layers(plain: PlainLayers, inputs: Mapping[str, Any], kept_R: Tensor) -> Tensor:
+def _run_plain_layers(plain: PlainLayers, inputs: Mapping[str, Any], kept_R: Tensor) -> Tensor:
     """The last hidden states of the tokens `kept_R`, for what a model is called with."""
     plan: _Plan = inputs["plan"]
 
     def attend(layer_index: int, heads: Heads, scale: float, window: int | None) -> Tensor:
-        kind = _Kind(scale, window, softcap=None, sinks_H=None)
+        kind = _LayerKind(scale, window, softcap=None, sinks_H=None)
         return _attend_in_layer(plan, layer_index, heads, kind)
 
     return plain(inputs["input_ids"][0], plan.positions_N, kept_R, attend)
 
 
-def _attend_block(block: _Block, layer: _SlotKv, query_NHD: Tensor, kind: _Kind) -> Tensor:
+def _attend_block(block: _Block, layer: _SlotKv, query_NHD: Tensor, kind: _LayerKind) -> Tensor:
     heads, size = query_NHD.shape[1:]
     own_THD = (
         query_NHD[block.first : block.stop]
@@ -318,7 +319,7 @@ def _attend_block(block: _Block, layer: _SlotKv, query_NHD: Tensor, kind: _Kind)
 
 
 def _attend_piece(
-    query_RHTD: Tensor, keys_RKLD: Tensor, values_RKLD: Tensor, kind: _Kind, mask_R1TL: Tensor
+    query_RHTD: Tensor, keys_RKLD: Tensor, values_RKLD: Tensor, kind: _LayerKind, mask_R1TL: Tensor
 ) -> Tensor:
     """Attention with a soft cap of the scores (Gemma 2) or sinks (gpt-oss), as the trainer computes
     it.
@@ -378,9 +379,9 @@ class PackedModel:
         self._kept_R = torch.zeros(0, dtype=torch.long, device=device)
         self._capacity = (0, 0)
         self._plain: PlainLayers | None = None
-        check_attention(self._model, self._together)
+        check_attention(self._model, self._states_in_two_steps)
         if PlainLayers.are_of(self._model):
-            self._plain = self._checked(PlainLayers(self._model.base_model))
+            self._plain = self._if_equivalent(PlainLayers(self._model.base_model))
 
     @property
     def has_experts(self) -> bool:
@@ -432,7 +433,7 @@ class PackedModel:
             sampled = [(index, row) for index, row in enumerate(order) if row.sample]
             ends = np.cumsum([len(row.token_ids) for row in order]) - 1
             self._kept_R = kept_R = self._tensor(ends[[index for index, _ in sampled]])
-            logits_RV = self._forward(blocks, kept_R, self._layers, self._reserve(order))
+            logits_RV = self._forward(blocks, kept_R, self._layers, self._grow_capacity(order))
             if not sampled:
                 return []
             drawn = self._sample(logits_RV, [row for _, row in sampled])
@@ -460,7 +461,7 @@ class PackedModel:
             for rows in _chunks(requests, budget):
                 blocks = _blocks(rows)
                 order = [row for block in blocks for row in block]
-                scored = [_scored_of(row, requests[row.slot]) for row in order]
+                scored = [_scored_tokens(row, requests[row.slot]) for row in order]
                 firsts = np.cumsum([0, *(len(row.token_ids) for row in order)])[:-1]
                 kept = np.concatenate(
                     [first + own for first, (own, _) in zip(firsts, scored, strict=True)]
@@ -508,7 +509,7 @@ class PackedModel:
         is_own = update is not None and update.is_of(self._folder)
         shapes = expected if is_own else shipment_of(weights).shapes()
         unknown = sorted(shapes.keys() - expected.keys())
-        given = {name for tied in self._tied(own) if tied & shapes.keys() for name in tied}
+        given = {name for tied in self._tied_names(own) if tied & shapes.keys() for name in tied}
         missing = sorted(
             name
             for name in expected.keys() - shapes.keys() - given
@@ -524,7 +525,7 @@ class PackedModel:
                 f" {missing[:3]}, wrong shape {misshapen[:3]}; nothing was changed"
             )
 
-    def _tied(self, own: Mapping[str, Tensor]) -> list[set[str]]:
+    def _tied_names(self, own: Mapping[str, Tensor]) -> list[set[str]]:
         """The published names of each tensor that has several."""
         names: dict[int, list[str]] = {}
         for name, tensor in own.items():
@@ -542,12 +543,12 @@ class PackedModel:
         own, update = self.weights, low_rank_of(weights)
         self._forget_pictures()
         with torch.no_grad():
-            for name, tensor in self._changed(weights, update):
+            for name, tensor in self._changed_tensors(weights, update):
                 own[name].copy_(tensor)
         self._base = None if update is None else update.base
         self._adapted = frozenset() if update is None else frozenset(update.factors)
 
-    def _changed(
+    def _changed_tensors(
         self, weights: Mapping[str, Tensor], update: LowRank | None
     ) -> Iterator[tuple[str, Tensor]]:
         """The model's tensors that may differ from the present ones: of an update of low rank of
@@ -636,7 +637,7 @@ class PackedModel:
         """
         inputs = self._inputs(blocks, layers, capacity)
         if self._plain is not None:
-            states_RE = _in_plain_layers(self._plain, inputs, kept_R)
+            states_RE = _run_plain_layers(self._plain, inputs, kept_R)
             of_states: Tensor = self._model.get_output_embeddings()(states_RE)
             return of_states
         if self._seen is None:
@@ -644,13 +645,13 @@ class PackedModel:
             return logits[0]
         order = [row for block in blocks for row in block]
         if any(row.images for row in order):
-            inputs |= self._embedded(inputs.pop("input_ids"), order)
+            inputs |= self._embed_pictures(inputs.pop("input_ids"), order)
         states_1NE = language_model(self._model)(**inputs, needed_P=kept_R).last_hidden_state
         of_kept: Tensor = self._model.get_output_embeddings()(states_1NE[0, kept_R])
         cap = self._logit_cap
         return of_kept if cap is None else cap * torch.tanh(of_kept / cap)
 
-    def _embedded(self, tokens_1N: Tensor, order: Sequence[StepRow]) -> dict[str, Any]:
+    def _embed_pictures(self, tokens_1N: Tensor, order: Sequence[StepRow]) -> dict[str, Any]:
         """The arguments of the language model in place of tokens, among which pictures are."""
         assert self._vision is not None
         assert self._seen is not None
@@ -701,24 +702,29 @@ class PackedModel:
             np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in order])
         )
         positions = np.concatenate([np.arange(row.start, row.stop) for row in order])
+        block_plans: list[_Block] = []
+        for rows in blocks:
+            block_plans.append(self._block_plan(rows, block_plans[-1].stop if block_plans else 0))
         plan = _Plan(
             layers,
             self._tensor(
                 np.repeat([row.slot for row in order], [len(row.token_ids) for row in order])
             ),
             self._tensor(positions),
-            self._block_plans(blocks),
+            block_plans,
             capacity,
             self._copies(order),
         )
         return {
             "input_ids": tokens_N[None],
-            "position_ids": self._axes(order) if self._has_axes else plan.positions_N[None],
+            "position_ids": self._position_axes(order)
+            if self._has_axes
+            else plan.positions_N[None],
             "use_cache": False,
             "plan": plan,
         }
 
-    def _axes(self, order: Sequence[StepRow]) -> Tensor:
+    def _position_axes(self, order: Sequence[StepRow]) -> Tensor:
         """The positions of the tokens by time, height and width, shape (3, 1, N)."""
         of_rows = [
             (
@@ -730,15 +736,19 @@ class PackedModel:
         ]
         return self._tensor(np.concatenate(of_rows, axis=1).astype(np.int64))[:, None]
 
-    def _checked(self, plain: PlainLayers) -> PlainLayers | None:
-        """These layers, if they compute what transformers does."""
+    def _if_equivalent(self, plain: PlainLayers) -> PlainLayers | None:
+        """These layers, if they compute what transformers does, and otherwise None."""
         rows_T = [(torch.arange(length) * 3 + length) % self.vocab_size for length in LENGTHS]
         with torch.no_grad():
-            states = zip(self._together(rows_T, []), self._together(rows_T, [], plain), strict=True)
+            states = zip(
+                self._states_in_two_steps(rows_T, []),
+                self._states_in_two_steps(rows_T, [], plain),
+                strict=True,
+            )
         same = [torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in states]
         return plain if all(same) else None
 
-    def _together(
+    def _states_in_two_steps(
         self, rows_T: Sequence[Tensor], windows: Windows, plain: PlainLayers | None = None
     ) -> list[Tensor]:
         """The last hidden states of sequences: of all their tokens but one in one step, and of the
@@ -758,7 +768,7 @@ class PackedModel:
                 states_NH = inside(**called, windows=windows).last_hidden_state[0]
             else:
                 all_N = torch.arange(called["input_ids"].shape[1])
-                states_NH = _in_plain_layers(plain, called, all_N)
+                states_NH = _run_plain_layers(plain, called, all_N)
             order = [row for block in blocks for row in block]
             for row, own in zip(
                 order, states_NH.split([len(row.token_ids) for row in order]), strict=True
@@ -776,15 +786,12 @@ class PackedModel:
             for (source, length), own in slots.items()
         ]
 
-    def _block_plans(self, blocks: Sequence[Sequence[StepRow]]) -> list[_Block]:
-        plans = []
-        first = 0
-        for rows in blocks:
-            plans.append(self._block_plan(rows, first))
-            first = plans[-1].stop
-        return plans
-
     def _block_plan(self, rows: Sequence[StepRow], first: int) -> _Block:
+        """How rows, whose tokens begin at `first` of the packed ones, are computed together.
+
+        Example: `first` 5 and rows of 3 and 1 new tokens. `pad_RT` is [5, 6, 7, 8, 8, 8], where the
+        second row repeats its only token, and `unpad_N` [0, 1, 2, 3].
+        """
         counts = np.asarray([len(row.token_ids) for row in rows])
         width, length = int(counts.max()), max(row.stop for row in rows)
         starts = np.asarray([row.start for row in rows])
@@ -831,10 +838,11 @@ class PackedModel:
                     )
         return last_RT
 
-    def _reserve(self, rows: Sequence[StepRow]) -> tuple[int, int]:
+    def _grow_capacity(self, rows: Sequence[StepRow]) -> tuple[int, int]:
         """The slots and length that the cache must have. Both grow by doubling, so that growing is
         rare.
         """
+        # The KV of a layer is copied each time, so doubling keeps that linear in what is computed.
         slots, length = self._capacity
         while slots < max(row.slot for row in rows) + 1:
             slots = min(max(2 * slots, 8), self._max_slots)
@@ -878,7 +886,7 @@ class PackedModel:
 
 def _blocks(rows: Sequence[StepRow]) -> list[list[StepRow]]:
     """Group rows by their new and their cached tokens, each rounded up to a power of two, so that
-    padding is limited.
+    padding is limited. Rows of one new token are never padded.
 
     Small sizes are grouped together, because attention over few tokens costs less than another
     block.
@@ -914,8 +922,12 @@ _UNUSED = SamplingParams()
 """Nothing is sampled from the rows that are scored."""
 
 
-def _scored_of(row: StepRow, request: ScoreRequest) -> tuple[IntArray, IntArray]:
-    """Which tokens of the row predict a wanted one, and these wanted ones."""
+def _scored_tokens(row: StepRow, request: ScoreRequest) -> tuple[IntArray, IntArray]:
+    """The tokens of a row that predict tokens to score, by their numbers in it, and these targets.
+
+    Example: tokens 10, 11, 12, 13 are to be scored from `start` 2 on. A row with the first three of
+    them has the predictors [1, 2] and the targets [12, 13].
+    """
     first, stop = max(row.start, request.start - 1), min(row.stop, len(request.token_ids) - 1)
     predicting = np.arange(first, max(first, stop))
     return predicting - row.start, request.token_ids[predicting + 1].astype(np.int64)

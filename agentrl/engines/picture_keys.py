@@ -24,22 +24,22 @@ class PictureKeys:
         self._next = -2
 
     def keyed(self, token_ids: IntArray, images: Sequence[PlacedImage]) -> IntArray:
-        """The tokens, or themselves without pictures."""
+        """The tokens with those numbers; the same array if there are no pictures.
+
+        Example: with the placeholder 9, (5, 9, 9, 7) becomes (5, -2, -2, 7).
+        """
         if not images:
             return token_ids
         keyed = token_ids.copy()
         for placed in images:
-            keyed[placed.start : placed.stop] = self._number_of(placed.image.digest)
+            number = self._numbers.pop(placed.image.digest, None)
+            if number is None:
+                number, self._next = self._next, self._next - 1
+            self._numbers[placed.image.digest] = number  # now the last to be forgotten
+            if len(self._numbers) > _PICTURES:
+                self._numbers.popitem(last=False)
+            keyed[placed.start : placed.stop] = number
         return ints(keyed)
-
-    def _number_of(self, digest: str) -> int:
-        number = self._numbers.pop(digest, None)
-        if number is None:
-            number, self._next = self._next, self._next - 1
-        self._numbers[digest] = number
-        if len(self._numbers) > _PICTURES:
-            self._numbers.popitem(last=False)
-        return number
 
 
 __all__ = ["PictureKeys"]

@@ -249,7 +249,7 @@ class Router(Engine):
         """The oldest version that a live replica samples from."""
         if not self._alive and self._replaces:
             return 0 if self._published is None else self._published[1]
-        return min([replica.engine.policy_version for replica in self._living()])
+        return min([replica.engine.policy_version for replica in self._require_alive()])
 
     @property
     def max_context(self) -> int:
@@ -280,7 +280,7 @@ class Router(Engine):
         try:
             async with Flow("starting engines") as flow:
                 for replica in self._replicas:
-                    flow.start(self._start_first(replica), name=str(replica.number))
+                    flow.start(self._start_initial(replica), name=str(replica.number))
             self._max_context = min(replica.engine.max_context for replica in self._replicas)
         except BaseException:
             await self.__aexit__()
@@ -318,7 +318,7 @@ class Router(Engine):
             return engine.generate(rest_of(request, done) if done else request)
 
         while True:
-            completion = await self._answered(suspect, "generate", ask, request.session)
+            completion = await self._ask_any(suspect, "generate", ask, request.session)
             completion = joined(done, completion) if done else completion
             if completion.finish_reason != "abort" or interruptions == self._interruptions:
                 return completion
@@ -363,9 +363,9 @@ class Router(Engine):
             return engine.score(request)
 
         named = f"the score of {request.id} ({len(request.token_ids)} tokens)"
-        return await self._answered(Suspect(named, request.token_ids.tobytes), "score", ask)
+        return await self._ask_any(Suspect(named, request.token_ids.tobytes), "score", ask)
 
-    async def _answered(
+    async def _ask_any(
         self,
         suspect: Suspect,
         method: str,
@@ -376,9 +376,11 @@ class Router(Engine):
         try:
             while True:
                 self._suspicion.check(suspect)
+                # After a death, requests that may have caused it are tried one after another.
                 async with self._suspicion.turn(suspect):
                     await self._until_served()
-                    replica = self._home(session)
+                    # The one that has the session's prefix in its cache, or the least busy one.
+                    replica = self._homes.choose(session, self._require_alive(), self._load)
                     engine = replica.engine
                     try:
                         with span("engine", method, replica.number):
@@ -394,7 +396,7 @@ class Router(Engine):
 
     async def interrupt(self) -> None:
         """See `Engine.interrupt`."""
-        await self._everywhere("interrupt", lambda engine: engine.interrupt())
+        await self._on_all_until_one_lives("interrupt", lambda engine: engine.interrupt())
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.stage_weights`. Replicas that cannot stage weights are skipped. When this
@@ -415,7 +417,7 @@ class Router(Engine):
 
         with self._clock.held():
             for _ in range(_ATTEMPTS):
-                await self._everywhere("stage", stage, self._update_seconds)
+                await self._on_all_until_one_lives("stage", stage, self._update_seconds)
                 if all(has_staged(replica.engine) for replica in self._alive):
                     return
                 # The replacements of replicas that died meanwhile stage them too.
@@ -430,7 +432,7 @@ class Router(Engine):
 
         `weights` must stay readable until the next update.
         """
-        async with self._alone():
+        async with self._exclusive_change():
             published, self._published = self._published, (weights, version)
             try:
                 if self._update == "keep":
@@ -458,11 +460,11 @@ class Router(Engine):
             if self._update == "abort_resume":
                 self._interruptions += 1
                 with self._clock.held():
-                    await self._everywhere(
+                    await self._on_all_until_one_lives(
                         "interrupt", lambda engine: engine.interrupt(), self._update_seconds
                     )
             else:
-                await self._no_calls()
+                await self._drain_calls()
             await self._commit(weights, version)
         finally:
             self._open.set()
@@ -470,7 +472,7 @@ class Router(Engine):
 
     async def _commit(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         with self._clock.held():
-            await self._everywhere(
+            await self._on_all_until_one_lives(
                 "update",
                 lambda engine: engine.update_weights(weights, version),
                 self._update_seconds,
@@ -545,8 +547,7 @@ class Router(Engine):
         Raises:
             EngineError: it is the last one.
         """
-        while not self._awake.is_set():
-            await self._awake.wait()
+        await self._until_awake()
         staying = [replica for replica in self._replicas if not replica.leaving]
         if len(staying) == 1:
             raise EngineError(
@@ -568,7 +569,7 @@ class Router(Engine):
         interrupted, and continue elsewhere. Those that it does not interrupt end first.
         """
         # No turn moves to a replica that has older weights than the tokens of the turn.
-        async with self._alone():
+        async with self._exclusive_change():
             await self._at_doors("hold", lambda door: door.hold(), replica)
             if self._update != "drain" and replica.dead is None:
                 self._interruptions += 1
@@ -597,7 +598,7 @@ class Router(Engine):
         self._settling.set()
 
     @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
+    async def _exclusive_change(self) -> AsyncIterator[None]:
         """Inside the block, neither weights are committed nor turns moved by anybody else."""
         with pause_deadlines():
             await self._one_change.acquire()
@@ -619,9 +620,9 @@ class Router(Engine):
             self._awake.clear()
             self._clock.hold()
         try:
-            await self._settled()
+            await self._until_settled()
             await self._on_all("sleep", sleep)
-            await self._settled()
+            await self._until_settled()
         except BaseException:
             self._note_awake()
             raise
@@ -675,7 +676,7 @@ class Router(Engine):
             now_seen = (replica.answers, replica.engine.stats().generated_tokens)
             silent = self._load(replica) and replica.seen == now_seen
             replica.seen = now_seen
-            if silent and (self._replaces or len(self._living()) > 1):
+            if silent and (self._replaces or len(self._require_alive()) > 1):
                 helped = True
                 self._evict(replica, EngineDeadError(f"engine {replica.number} stopped answering"))
         return helped
@@ -708,14 +709,10 @@ class Router(Engine):
             if not replica.calls:
                 self._idle.set()
 
-    def _home(self, session: str) -> _Replica:
-        """The replica that has the session's prefix in its cache, or the least busy one."""
-        return self._homes.choose(session, self._living(), self._load)
-
     def _load(self, replica: _Replica) -> int:
         return len(replica.calls) + self._direct.live(replica.door)
 
-    def _living(self) -> list[_Replica]:
+    def _require_alive(self) -> list[_Replica]:
         if not self._alive:
             raise EngineDeadError(
                 f"no engine is left: {self._replicas[-1].dead}"
@@ -730,7 +727,7 @@ class Router(Engine):
             self._revived.clear()
             with pause_deadlines(), waiting_for("all engines are being restarted"):
                 await self._revived.wait()
-        self._living()  # raises if none is alive and none will be
+        self._require_alive()  # raises if none is alive and none will be
 
     def _mark_dead(
         self,
@@ -817,6 +814,7 @@ class Router(Engine):
         """
         known = next(iter(_requests(replica)), None) if suspects else None
         self._mark_dead(replica, replica.engine, why, known)
+        # `_ask` turns this cancellation into the death, and the call goes to another replica.
         for task, call in replica.calls.items():
             call.death = why
             task.cancel()
@@ -843,7 +841,7 @@ class Router(Engine):
                 death = EngineDeadError(f"it gave no sign of life for {lease:g} s (cluster.lease)")
             more = context_seconds(self._max_context, self._seconds_per_context_token)
             longest = self._answer_seconds + more
-            if death is None and self._seconds_still(replica) > longest:
+            if death is None and self._stalled_seconds(replica) > longest:
                 # Its processes live, and their work hangs: new requests would all go there.
                 death = EngineDeadError(
                     f"it has requests, and sampled nothing for {longest:g} s (rollout.deadlines)"
@@ -851,7 +849,7 @@ class Router(Engine):
             if death is not None and replica.engine is engine:
                 self._evict(replica, death)
 
-    def _seconds_still(self, replica: _Replica) -> float:
+    def _stalled_seconds(self, replica: _Replica) -> float:
         """For how long a replica has made no progress, although it has requests."""
         stats = replica.engine.stats()
         progress = replica.answers, stats.generated_tokens, stats.prefilled_tokens
@@ -879,16 +877,20 @@ class Router(Engine):
     async def _restart(self, replica: _Replica) -> None:
         await self._close(replica)
         await replica.supervised.recover(
-            replica.dead or EngineDeadError("it is gone"), partial(_give_up, replica)
+            replica.dead or EngineDeadError("it is gone"),
+            lambda reason: EngineDeadError(
+                f"engine {replica.number} keeps dying: it was {reason}; the last time:"
+                f" {replica.dead}"
+            ),
         )
         try:
             await replica.supervised.start_again(
-                partial(self._renew, replica), EngineDeadError, _ATTEMPTS
+                partial(self._start_replacement, replica), EngineDeadError, _ATTEMPTS
             )
         except EngineDeadError as error:
             raise EngineDeadError(f"{error} ({_ATTEMPTS} times in a row)") from error
 
-    async def _renew(self, replica: _Replica) -> None:
+    async def _start_replacement(self, replica: _Replica) -> None:
         """Start another engine in the place of one that is dead, or that did not start."""
         await self._close(replica)
         assert replica.make is not None
@@ -913,10 +915,11 @@ class Router(Engine):
             self._settling.set()
 
     async def _until_awake(self) -> None:
+        # A loop: the router may have fallen asleep again before this task gets its turn.
         while not self._awake.is_set():
             await self._awake.wait()
 
-    async def _settled(self) -> None:
+    async def _until_settled(self) -> None:
         """Wait until no replica is starting, and none that is dead or leaving has memory: outside
         of deadlines, since a start takes longer than falling asleep.
         """
@@ -930,7 +933,7 @@ class Router(Engine):
             with pause_deadlines():
                 await self._settling.wait()
 
-    async def _start_first(self, replica: _Replica) -> None:
+    async def _start_initial(self, replica: _Replica) -> None:
         """Start a replica beside the others; its error ends their start, and names it."""
         try:
             await self._start(replica)
@@ -988,7 +991,7 @@ class Router(Engine):
             self._entered.remove(replica)
             self._settling.set()
 
-    async def _everywhere(
+    async def _on_all_until_one_lives(
         self, what: str, act: Callable[[Engine], Awaitable[None]], seconds: float | None = None
     ) -> None:
         """`_on_all`, and wait until a replica is alive, unless the router sleeps: then none is
@@ -1041,7 +1044,7 @@ class Router(Engine):
             )
         return None
 
-    async def _no_calls(self) -> None:
+    async def _drain_calls(self) -> None:
         async with Flow("drain") as flow:
             for replica in self._alive:
                 flow.start(self._drain_door(replica), name=str(replica.number))
@@ -1126,9 +1129,3 @@ def _sum_of(stats: Sequence[EngineStats]) -> EngineStats:
 def _requests(replica: _Replica) -> set[Suspect]:
     """What a replica works on."""
     return {call.request for call in replica.calls.values() if call.request is not None}
-
-
-def _give_up(replica: _Replica, reason: str) -> EngineDeadError:
-    return EngineDeadError(
-        f"engine {replica.number} keeps dying: it was {reason}; the last time: {replica.dead}"
-    )

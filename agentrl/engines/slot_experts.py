@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from agentrl.tokens.expert_choices import UNKNOWN, ChosenExperts
 
-_ROOM = 256
-"""Tokens that a slot has room for at first."""
+_INITIAL_TOKENS = 256
+"""Tokens for which a slot's array has room at first."""
 
 
 class SlotExperts:
@@ -21,10 +21,17 @@ class SlotExperts:
 
     def write(self, slot: int, start: int, chosen_TLK: ChosenExperts) -> None:
         """Note those of a slot's tokens from `start` on."""
-        if len(chosen_TLK):
-            self._room(slot, start + len(chosen_TLK), chosen_TLK.shape[1:])[
-                start : start + len(chosen_TLK)
-            ] = chosen_TLK
+        if not len(chosen_TLK):
+            return
+        stop, held = start + len(chosen_TLK), self._by_slot.get(slot)
+        if held is None or len(held) < stop:
+            grown = np.full(
+                (max(_INITIAL_TOKENS, 2 * stop), *chosen_TLK.shape[1:]), UNKNOWN, np.int16
+            )
+            if held is not None:
+                grown[: len(held)] = held
+            held = self._by_slot[slot] = grown
+        held[start:stop] = chosen_TLK
 
     def copy(self, source: int, slot: int, stop: int) -> None:
         """Note those of the first tokens of `source` for another slot."""
@@ -40,15 +47,6 @@ class SlotExperts:
             return None
         chosen_TLK = held[start:stop].copy()
         return chosen_TLK if (chosen_TLK != UNKNOWN).any() else None
-
-    def _room(self, slot: int, length: int, each: tuple[int, ...]) -> npt.NDArray[np.int16]:
-        held = self._by_slot.get(slot)
-        if held is None or len(held) < length:
-            grown = np.full((max(_ROOM, 2 * length), *each), UNKNOWN, np.int16)
-            if held is not None:
-                grown[: len(held)] = held
-            held = self._by_slot[slot] = grown
-        return held
 
 
 __all__ = ["SlotExperts"]

@@ -148,11 +148,11 @@ class SlotTable:
         """`known` if the session's parked slot has exactly that many tokens and the prompt begins
         with them, else 0.
         """
-        return known if self._slot_of(prompt, session, known) is not None else 0
+        return known if self._known_slot(prompt, session, known) is not None else 0
 
     def take_known(self, prompt: IntArray, session: str, known: int) -> Place | None:
         """Take the slot that the last request of the session left, if the prompt extends it."""
-        slot = self._slot_of(prompt, session, known)
+        slot = self._known_slot(prompt, session, known)
         if slot is None:
             return None
         parked = self._unpark(slot)
@@ -241,7 +241,7 @@ class SlotTable:
         found = self._parked.get(slot)
         return None if found is None else Place(slot, found.cached, found.tokens, found.oldest)
 
-    def _slot_of(self, prompt: IntArray, session: str, known: int) -> Slot | None:
+    def _known_slot(self, prompt: IntArray, session: str, known: int) -> Slot | None:
         slot = self._by_session.get(session)
         if slot is None or not known or known > len(prompt):
             return None
@@ -283,6 +283,9 @@ _powers = _Powers()
 def prefix_hashes(tokens: IntArray) -> PrefixHashes:
     """A polynomial hash of every prefix in one pass, so that a lookup costs O(tokens), not O(tokens
     x slots).
+
+    The hash of the first n tokens is the sum of (token_i + 1) * B**(i + 1) for i < n, modulo 2**64;
+    the 1 lets a token 0 count.
     """
     values = tokens.astype(np.uint64) + np.uint64(1)
     return np.cumsum(values * _powers.first(len(tokens)), dtype=np.uint64)

@@ -126,7 +126,7 @@ class VllmEngine(Engine):
     async def __aenter__(self) -> Self:
         self._folder = await asyncio.to_thread(here, self._folder)
         self._shapes = weight_shapes(self._folder)
-        llm = await self._started()
+        llm = await self._start_in_thread()
         llm._run_output_handler()  # vLLM starts it by itself only when created on the event loop
         config = llm.model_config
         self._max_context = config.max_model_len
@@ -186,7 +186,7 @@ class VllmEngine(Engine):
             completion = await self._generate(llm, request, max_new)
             while request.id in self._begin_again and completion.finish_reason == "abort":
                 self._begin_again.discard(request.id)
-                completion = await self._rest(llm, request, completion, max_new)
+                completion = await self._continue(llm, request, completion, max_new)
             return completion
         finally:
             self._begin_again.discard(request.id)
@@ -212,7 +212,7 @@ class VllmEngine(Engine):
         try:
             while True:
                 begun = self._version
-                logprobs = await self._scored(llm, request)
+                logprobs = await self._score_once(llm, request)
                 # raises if the engine was closed meanwhile: then the output was cut off
                 self._entered()
                 if logprobs is not None and begun == self._version:
@@ -258,7 +258,7 @@ class VllmEngine(Engine):
                 ) from error
             raise WeightsError(f"vLLM's workers cannot take {shipment!r}: {error}") from error
 
-    async def _join(self, llm: "AsyncLLM", shipment: Shipment) -> None:
+    async def _connect_workers(self, llm: "AsyncLLM", shipment: Shipment) -> None:
         """Connect all workers to the sender of a shipment. If one fails, the others leave."""
         try:
             await self._tell_workers(llm, "join", shipment)
@@ -292,7 +292,7 @@ class VllmEngine(Engine):
                 if readable != self._staged:
                     await self.stage_weights(readable, version)
                 if readable.is_live:
-                    await self._join(llm, readable)
+                    await self._connect_workers(llm, readable)
                 try:
                     await self._unless_dead(llm, self._exchange(llm, readable, version))
                 except BaseException as error:
@@ -385,7 +385,7 @@ class VllmEngine(Engine):
             0 if self._llm is None else _kv_tokens(self._llm.vllm_config),
         )
 
-    async def _started(self) -> "AsyncLLM":
+    async def _start_in_thread(self) -> "AsyncLLM":
         """Start vLLM in a thread, so that the event loop stays responsive.
 
         The start cannot be cut short: if this is cancelled, it waits for the start and then ends
@@ -411,9 +411,9 @@ class VllmEngine(Engine):
         # and the filters of warnings and the place of the log are the whole process's.
         with _STARTING, quiet_imports():
             if not self._is_given_up:
-                self._llm = self._made()
+                self._llm = self._create()
 
-    def _made(self) -> "AsyncLLM":
+    def _create(self) -> "AsyncLLM":
         try:
             import vllm
 
@@ -483,6 +483,7 @@ class VllmEngine(Engine):
         from vllm.sampling_params import RequestOutputKind
 
         sampling, stops = request.sampling, self._tokenizer.stop_texts(request)
+        keeps_experts = request.keep_experts and self._config.routed_experts
         params = SamplingParams(
             max_tokens=max_new,
             temperature=sampling.temperature,
@@ -496,7 +497,7 @@ class VllmEngine(Engine):
             logprobs=(sampling.top_k + _EQUALS if request.keep_support else 0),
             flat_logprobs=True,
             detokenize=False,
-            routed_experts_prompt_start=request.experts_from if self._keeps(request) else 0,
+            routed_experts_prompt_start=request.experts_from if keeps_experts else 0,
             output_kind=(
                 RequestOutputKind.FINAL_ONLY if stops is None else RequestOutputKind.CUMULATIVE
             ),
@@ -557,11 +558,7 @@ class VllmEngine(Engine):
             self._over_older_kv += int((completion.policy_versions > oldest).sum())
         return completion
 
-    def _keeps(self, request: GenerateRequest) -> bool:
-        """True if the experts of a request are kept."""
-        return request.keep_experts and self._config.routed_experts
-
-    async def _rest(
+    async def _continue(
         self, llm: "AsyncLLM", request: GenerateRequest, done: Completion, max_new: int
     ) -> Completion:
         """The completion of a request that an update has ended, for the sake of its KV. It goes on
@@ -572,7 +569,7 @@ class VllmEngine(Engine):
         rest = replace(rest_of(request, done), id=request.id)
         return joined(done, await self._generate(llm, rest, max_new - len(done.token_ids)))
 
-    async def _scored(self, llm: "AsyncLLM", request: ScoreRequest) -> FloatArray | None:
+    async def _score_once(self, llm: "AsyncLLM", request: ScoreRequest) -> FloatArray | None:
         """The logprobs that the request asks for; None if it was aborted.
 
         vLLM computes the logprobs of a prompt, and always samples a token after it. If that leaves

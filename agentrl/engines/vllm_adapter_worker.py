@@ -31,7 +31,7 @@ class WorkerAdapter:
         self._runner = runner
         self._manager = runner.lora_manager._adapter_manager
         if current_platform.is_cpu():
-            _compute_with(OneAdapter, self._manager, runner)
+            _use_products_of(OneAdapter, self._manager, runner)
 
     def unserved(self, names: Iterable[str]) -> list[str]:
         """Those of the weights `names` whose layers have no room for factors in vLLM."""
@@ -93,7 +93,7 @@ class OneAdapter(PunicaWrapperCPU):  # type: ignore[misc]
             begin += width
 
 
-def _compute_with(kind: type[PunicaWrapperCPU], manager: Any, runner: Any) -> None:
+def _use_products_of(kind: type[PunicaWrapperCPU], manager: Any, runner: Any) -> None:
     """Let all layers with room for factors compute their products in another way."""
     made = {
         key: kind(

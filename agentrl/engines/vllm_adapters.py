@@ -117,7 +117,7 @@ class ServedAdapters:
     _loaded: Path | None = field(init=False, default=None)
     """The folder whose weights the workers have beside the factors; None for none's."""
     _unserved: dict[frozenset[str], list[str]] = field(init=False, default_factory=dict)
-    _said: set[str] = field(init=False, default_factory=set)
+    _warned: set[str] = field(init=False, default_factory=set)
 
     async def begin(self, llm: "AsyncLLM") -> None:
         """Hold an adapter that changes nothing. The workers have the weights of `base`."""
@@ -125,7 +125,8 @@ class ServedAdapters:
         self._loaded = self.base.resolve()
 
     async def serves(self, llm: "AsyncLLM", update: LowRank) -> bool:
-        """True if these factors are served, False if they must be merged, which is said once.
+        """True if these factors are served, False if they must be merged, of which a warning is
+        logged once.
 
         Raises:
             EngineError: they would be merged, and `engine.adapters` is `serve`.
@@ -135,8 +136,8 @@ class ServedAdapters:
             raise EngineError(
                 f"engine.adapters=serve, but {reason}: write engine.adapters=auto to merge them"
             )
-        if reason and reason not in self._said:
-            self._said.add(reason)
+        if reason and reason not in self._warned:
+            self._warned.add(reason)
             logger.warning(merged_message(reason))
         return not reason
 

@@ -7,7 +7,7 @@ of a request. They only say in which form a family's model takes its tensors.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,8 +131,10 @@ class VllmPictures:
         }
         new = [placed.image for placed in request.images if found[placed.image.digest] is None]
         if new:
-            computed = await asyncio.to_thread(self._of_all, new)
-            self._keep(computed)
+            computed = await asyncio.to_thread(
+                lambda: {image.digest: self._compute_item(image) for image in new}
+            )
+            self._remember(computed)
             found |= computed
         return {digest: item for digest, item in found.items() if item is not None}
 
@@ -169,20 +171,19 @@ class VllmPictures:
             cache_salt=salt,
         )
 
-    def _of_all(self, images: Iterable[EncodedImage]) -> dict[str, "MultiModalKwargsItem"]:
-        return {image.digest: self._item(image) for image in images}
-
-    def _item(self, image: EncodedImage) -> "MultiModalKwargsItem":
+    def _compute_item(self, image: EncodedImage) -> "MultiModalKwargsItem":
         """A picture's tensors, in the form that vLLM's model takes."""
         from transformers import BatchFeature
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
-        inputs = BatchFeature(self._named(picture_inputs(self._processor, [image]).tensors))
+        inputs = BatchFeature(
+            self._with_vllm_names(picture_inputs(self._processor, [image]).tensors)
+        )
         fields = self._fields._get_mm_fields_config(inputs, {})
         (item,) = MultiModalKwargsItems.from_hf_inputs(inputs, fields)["image"]
         return item
 
-    def _named(self, tensors: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
+    def _with_vllm_names(self, tensors: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
         """Tensors by vLLM's names, with the number of tiles in families that divide pictures."""
         import torch
 
@@ -199,7 +200,7 @@ class VllmPictures:
             named["image_token_id"] = torch.tensor(self._config.image_token_id)
         return named
 
-    def _keep(self, computed: Mapping[str, "MultiModalKwargsItem"]) -> None:
+    def _remember(self, computed: Mapping[str, "MultiModalKwargsItem"]) -> None:
         for digest, item in computed.items():
             if digest not in self._made:
                 self._bytes += _bytes_of(item)

@@ -99,10 +99,10 @@ class _Parameters:
 
     def not_loaded(self) -> set[str]:
         """The names of those whose layers have got nothing so far."""
-        return {name for name, layers in self._layers.items() if not any(map(_loaded, layers))}
+        return {name for name, layers in self._layers.items() if not any(map(_has_loaded, layers))}
 
 
-def _loaded(layer: torch.nn.Module) -> bool:
+def _has_loaded(layer: torch.nn.Module) -> bool:
     info = get_layerwise_info(layer)
     # A layer that has all its weights is converted at once.
     return not info.can_load() or info.load_numel > 0

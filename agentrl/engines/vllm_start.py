@@ -65,12 +65,12 @@ class VllmStart:
         given = {**self.arguments(on_cpu=current_platform.is_cpu()), **logging}
         # Its defaults, such as the tokens of a step, are then those of `vllm serve`.
         context = UsageContext.OPENAI_API_SERVER
-        config = self._with_adapters(given, context)
+        config = self._create_config(given, context)
         if current_platform.is_cpu() and self.is_shown_pictures(on_cpu=True):
             widen_encoder_budget(config)
         return config
 
-    def _with_adapters(self, given: Mapping[str, Any], context: Any) -> "VllmConfig":
+    def _create_config(self, given: Mapping[str, Any], context: Any) -> "VllmConfig":
         """vLLM's config of these arguments, with room for adapters, if it serves some."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
@@ -79,7 +79,7 @@ class VllmStart:
             config = AsyncEngineArgs(**given, **room).create_engine_config(context)
             if supports_adapters(config.model_config):
                 return config
-            self._say_merged(f"vLLM serves none of {config.model_config.architectures[0]}")
+            self._warn_of_merging(f"vLLM serves none of {config.model_config.architectures[0]}")
         return AsyncEngineArgs(**given).create_engine_config(context)
 
     def arguments(self, *, on_cpu: bool) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class VllmStart:
             "generation_config": "vllm",
             "hf_overrides": self.overrides(shown=shown),
             "max_model_len": self._longest(),
-            **self._divided(on_cpu),
+            **self._parallel_arguments(on_cpu),
             **self._number_formats(on_cpu),
             "speculative_config": self._speculation(on_cpu=on_cpu),
             "enable_return_routed_experts": self._routed(on_cpu=on_cpu),
@@ -131,7 +131,7 @@ class VllmStart:
         config = self._model_config()
         return sees(config) and not why_blind(config, self.settings.args, on_cpu=on_cpu)
 
-    def _divided(self, on_cpu: bool) -> dict[str, Any]:
+    def _parallel_arguments(self, on_cpu: bool) -> dict[str, Any]:
         """The arguments that divide the model over GPUs."""
         config = self.settings
         text = self._model_config().get_text_config()
@@ -187,11 +187,11 @@ class VllmStart:
         has_bfloat16 = not on_cpu and _has_bfloat16_gpu()
         reason = why_merged(self.settings, model, on_cpu=on_cpu, has_bfloat16=has_bfloat16)
         if reason:
-            self._say_merged(reason)
+            self._warn_of_merging(reason)
             return None
         return adapter_arguments(self.settings, self.folder, model)
 
-    def _say_merged(self, reason: str) -> None:
+    def _warn_of_merging(self, reason: str) -> None:
         refuse_merging(self.settings, reason)
         logger.warning(merged_message(reason))
 

@@ -97,7 +97,7 @@ class Slow(VllmEngine):
         self.starting, self.may_start = threading.Event(), threading.Event()
         self.made = Mock(errored=False, output_handler=None, abort=AsyncMock())
 
-    def _made(self) -> Any:
+    def _create(self) -> Any:
         self.starting.set()
         assert self.may_start.wait(PATIENCE_SECONDS), "no other caller was served while it started"
         return self.made
