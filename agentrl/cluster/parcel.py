@@ -53,7 +53,9 @@ class Parcel:
                 end = place + raw.nbytes
                 os.ftruncate(memory, end)
                 file.seek(place)
-                _write_all(file, raw)
+                unwritten = raw
+                while unwritten.nbytes:  # the kernel takes at most 2 GiB at a time
+                    unwritten = unwritten[file.write(unwritten) :]
                 places.append((place, raw.nbytes))
         return cls(rest, tuple(places), os.getpid(), memory)
 
@@ -74,7 +76,7 @@ class Parcel:
             mapped = torch.from_file(self._path, shared=False, size=size, dtype=torch.uint8)
         except RuntimeError as error:
             raise OSError(f"{self._path} cannot be mapped: {error}") from error
-        return self._over(mapped.numpy().data)
+        return self._view_buffers(mapped.numpy().data)
 
     def open(self) -> Any:
         """Unpickle the value, in this process or in another one of this machine."""
@@ -82,13 +84,13 @@ class Parcel:
             return Pickled(self.pickled).open()
         with Path(self._path).open("rb") as file:
             whole = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-        return self._over(whole).open()
+        return self._view_buffers(whole).open()
 
     @property
     def _path(self) -> str:
         return f"/proc/{self.owner}/fd/{self.memory}"
 
-    def _over(self, whole: memoryview) -> Pickled:
+    def _view_buffers(self, whole: memoryview) -> Pickled:
         return Pickled(self.pickled, [whole[place : place + size] for place, size in self.buffers])
 
     def close(self) -> None:
@@ -125,9 +127,3 @@ class MemoryProbe:
         except OSError:
             return False
         return str(found) == f"/memfd:{self.name} (deleted)"
-
-
-def _write_all(file: Any, raw: memoryview) -> None:
-    """Write a buffer. The kernel takes at most 2 GiB at a time."""
-    while raw.nbytes:
-        raw = raw[file.write(raw) :]

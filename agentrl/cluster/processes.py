@@ -132,12 +132,12 @@ class ProcessWorker:
         self.pid = 0
         self._lease = lease
         self._calls = CallSender(role, rank)
-        context = forking_context(tuple(imports)) if imports else _context()
+        context = forking_context(tuple(imports)) if imports else _spawn_context()
         # The monotonic clock is the machine's, so processes can compare its values.
         self._beat = context.RawValue("d", time.monotonic() + PLACE_SECONDS)
         name = f"{role}-{rank}"  # in `ps -e`, `top` and profilers
         self._executor = ProcessPoolExecutor(
-            1, mp_context=context, initializer=_begin, initargs=(self._beat, name)
+            1, mp_context=context, initializer=_begin_process, initargs=(self._beat, name)
         )
         # The first call starts the process. It is made here, and not in the thread of the calls:
         # all threads share the environment. A fork server has the environment in which it began,
@@ -185,6 +185,7 @@ class ProcessWorker:
                 os.kill(self.pid, signal.SIGKILL)
         self.pid = 0
         self._calls.stop()
+        # In a thread: it joins the executor's own thread, which first notices the death.
         await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
 
     async def _run(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -195,6 +196,7 @@ class ProcessWorker:
             raise WorkerDiedError(self.role, self.rank, f"its process {self.pid} ended") from error
 
     def _submit(self, work: Callable[..., Any], args: tuple[Any, ...]) -> "Future[Any]":
+        # The parcel's memory stays until the answer is there: the process opens it by this one.
         parcel = Parcel.of(args)
         try:
             answer = self._executor.submit(_work_on, work, parcel)
@@ -230,7 +232,7 @@ def _has_ended(pid: int) -> bool:
         return not Path(f"/proc/{pid}").exists()
 
 
-def _context() -> Any:
+def _spawn_context() -> Any:
     """Fresh interpreters. If torch is loaded, they use its queues, which pass tensors in shared
     memory.
     """
@@ -242,7 +244,7 @@ def _context() -> Any:
     )
 
 
-def _begin(beat: Any, name: str) -> None:
+def _begin_process(beat: Any, name: str) -> None:
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_NAME, name.encode())
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

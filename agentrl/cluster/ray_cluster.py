@@ -148,7 +148,10 @@ def join_ray(address: str = "", **options: Any) -> None:
         if address:
             ray.init(address, log_to_driver=False, **options)
         else:
-            started_with = {"PYTHONPATH": _python_path(), _SPANS_MACHINES: "0"}
+            # Ray's processes find the modules that this one does: a user's environments, rewards
+            # and players.
+            python_path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+            started_with = {"PYTHONPATH": python_path, _SPANS_MACHINES: "0"}
             started_with[_NICENESS] = os.environ.get(_NICENESS, "0")
             with inherited(started_with), _on_loopback():
                 options["_temp_dir"] = str(Path(tempfile.gettempdir(), "ray"))
@@ -159,7 +162,7 @@ def join_ray(address: str = "", **options: Any) -> None:
                     logging_level=logging.ERROR,
                     **options,
                 )
-            _end_agents_with_us()
+            _end_agents_at_exit()
     except ConnectionError as error:
         raise ConfigError(f"no Ray cluster at {address!r} (cluster.address): {error}") from error
     except (
@@ -194,7 +197,7 @@ has ended. Then it kills the remaining Ray processes that have the node's log op
 """
 
 
-def _end_agents_with_us() -> None:
+def _end_agents_at_exit() -> None:
     """Start a shell that outlives this process and kills the agents of Ray's node.
 
     When this process is killed, Ray's node ends, but the node's agents do not.
@@ -211,13 +214,6 @@ def _end_agents_with_us() -> None:
         command = ["/bin/sh", "-c", _REAPER, "sh", str(raylet), log]
         os.posix_spawn(command[0], command, os.environ, file_actions=files, setsid=True)
     os.close(reading)
-
-
-def _python_path() -> str:
-    """Where Ray's processes find the same modules as this one: a user's environments, rewards and
-    players.
-    """
-    return os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
 
 
 @contextmanager

@@ -221,7 +221,7 @@ class RayEngine(Engine):
         host = remote(concurrency_groups={_BESIDE: _BESIDE_CALLS})(named)
         self._actor = host.options(**self._options, max_concurrency=_CALLS).remote()
         try:
-            self._process = await self._placed()
+            self._process = await self._start_actor()
             self._max_context, self._latest = await _answer_of(
                 self._actor.open.remote(self._chosen, self._model)
             )
@@ -356,7 +356,7 @@ class RayEngine(Engine):
             raise EngineDeadError("the engine is not running: use it inside `async with engine:`")
         return self._actor
 
-    async def _placed(self) -> RayProcess:
+    async def _start_actor(self) -> RayProcess:
         """Wait until Ray has started the actor.
 
         Raises:
@@ -389,12 +389,8 @@ async def _answer_of(reference: Any) -> Any:
     """
     from ray.exceptions import TaskCancelledError
 
-    with errors_of_actor(_actor_is_gone):
+    with errors_of_actor(lambda why: EngineDeadError(f"the engine's actor is gone: {why}")):
         try:
             return await asyncio.wrap_future(reference.future())
         except TaskCancelledError as error:
             raise EngineDeadError("the request was cancelled in the engine's actor") from error
-
-
-def _actor_is_gone(why: str) -> EngineDeadError:
-    return EngineDeadError(f"the engine's actor is gone: {why}")

@@ -33,11 +33,11 @@ _NODE_LABEL = "ray.io/node-id"
 """Ray's own label of a node."""
 
 
-_LIVES_WITH = {"reference": "trainer", "critic": "trainer"}
+_DEVICES_OF = {"reference": "trainer", "critic": "trainer"}
 """Roles that a map does not name, and the role whose devices each of them shares."""
 
 
-_WRITES = "trainer"
+_WRITER_ROLE = "trainer"
 """The role whose ranks write the weights."""
 
 
@@ -83,7 +83,7 @@ class Unplaced:
             raise NodeDiedError(f"Ray's node died; {RESUME}: no node of the cluster is alive")
         own = ray.get_runtime_context().get_node_id()
         alive = sorted(cores, key=lambda node: (node != own, node))
-        first = 0 if role == _WRITES else self._roles.setdefault(role, len(self._roles) + 1)
+        first = 0 if role == _WRITER_ROLE else self._roles.setdefault(role, len(self._roles) + 1)
         turn = first + rank + self._started[role, rank]
         self._started[role, rank] += 1
         # Soft: if the node is lost before the actor starts, Ray takes another.
@@ -124,7 +124,7 @@ class PlacementGroup:
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        place = _LIVES_WITH.get(role, role), rank
+        place = _DEVICES_OF.get(role, role), rank
         found = [
             replica for replica in self.devices.replicas if (replica.role, replica.number) == place
         ]
@@ -180,7 +180,7 @@ class PlacementGroup:
         size = max(
             len(replica.devices) for replica in self.devices.replicas if replica.role == role
         )
-        async with _beside(self.devices.inventory, role, size) as place:
+        async with _free_gpus(self.devices.inventory, role, size) as place:
             yield place
 
 
@@ -232,7 +232,7 @@ async def reserved(devices: DeviceMap) -> AsyncIterator[PlacementGroup]:
 
 
 @asynccontextmanager
-async def _beside(planned: Inventory, role: str, size: int) -> AsyncIterator[ActorPlace]:
+async def _free_gpus(planned: Inventory, role: str, size: int) -> AsyncIterator[ActorPlace]:
     """So many free GPUs of one node, beside those of a plan, while the block lasts.
 
     Raises:
@@ -269,7 +269,7 @@ async def _beside(planned: Inventory, role: str, size: int) -> AsyncIterator[Act
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=0
                 ),
-                "runtime_env": {"env_vars": _threads_beside(node, size)},
+                "runtime_env": {"env_vars": _thread_share(node, size)},
             },
             node,
         )
@@ -277,7 +277,7 @@ async def _beside(planned: Inventory, role: str, size: int) -> AsyncIterator[Act
         remove_placement_group(group)
 
 
-def _threads_beside(node_id: str, size: int) -> dict[str, str]:
+def _thread_share(node_id: str, size: int) -> dict[str, str]:
     """The share of a node's cores that goes with so many of its GPUs."""
     import ray
 
@@ -300,10 +300,10 @@ def gpus_of_ray(probe: Probe = probe_machine) -> Inventory | None:
     nodes = [node for node in all_nodes() if node["Alive"] and node["Resources"].get("GPU", 0) >= 1]
     if not nodes:
         return None
-    return inventory_of(_reports(nodes, probe))
+    return inventory_of(_probe_nodes(nodes, probe))
 
 
-def _reports(nodes: Sequence[Mapping[str, Any]], probe: Probe) -> list[NodeReport]:
+def _probe_nodes(nodes: Sequence[Mapping[str, Any]], probe: Probe) -> list[NodeReport]:
     """The answers of the nodes, which are asked at the same time."""
     import ray
     from ray.exceptions import GetTimeoutError, RayTaskError
@@ -333,16 +333,10 @@ def _reports(nodes: Sequence[Mapping[str, Any]], probe: Probe) -> list[NodeRepor
 
 
 def _probe(probe: Probe) -> Machine:
-    """What a node says of itself, in a task there."""
-    return probe(_inherited_environment())
-
-
-def _inherited_environment() -> dict[str, str]:
-    """The environment that a node gave to this process. Ray changes variables in it before a task
-    begins, and the kernel keeps what the process started with.
-    """
+    """Probe the machine of a node with the node's own environment, in a task there."""
+    # Ray changes variables before a task begins; the kernel keeps what the process started with.
     started_with = Path("/proc/self/environ")
     if not started_with.exists():
-        return dict(os.environ)
+        return probe(os.environ)
     entries = os.fsdecode(started_with.read_bytes()).split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    return probe(dict(entry.split("=", 1) for entry in entries if "=" in entry))

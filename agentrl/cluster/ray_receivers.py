@@ -193,7 +193,7 @@ class RayReceivers:
         wanted.checksums.add(bundle.checksum)
         home = self._homes.get(bundle.folder.parent, self.own_name())
         try:
-            source = await self._alive(home)
+            source = await self._living_actor(home)
         except EngineDeadError as error:
             raise WeightsError(f"the machine of {bundle} cannot be reached: {error}") from error
         copy: WeightBundle = await self._ask(node, "receive", bundle, source)
@@ -233,7 +233,7 @@ class RayReceivers:
         """The answer of a node's receiver; if it dies meanwhile, of its replacement."""
         why = ""
         for _ in range(_ATTEMPTS):
-            actor = await self._alive(node)
+            actor = await self._living_actor(node)
             try:
                 return await _answer_of(getattr(actor, method).remote(*args))
             except _ReceiverGoneError as error:
@@ -252,7 +252,7 @@ class RayReceivers:
             except _ReceiverGoneError as error:
                 await self._give_up(node, receiver.actor, str(error))
 
-    async def _alive(self, node: str) -> Any:
+    async def _living_actor(self, node: str) -> Any:
         """The actor of a node's receiver, which is started if there is none that answers."""
         async with self._starting.setdefault(node, asyncio.Lock()):
             if (receiver := self._receivers.get(node)) is not None:
@@ -262,7 +262,7 @@ class RayReceivers:
                     await self._give_up(node, receiver.actor, str(error))
                 else:
                     return receiver.actor
-            self._receivers[node] = receiver = await _started(node)
+            self._receivers[node] = receiver = await _start_receiver(node)
             return receiver.actor
 
     async def _give_up(self, node: str, actor: Any, why: str) -> None:
@@ -274,7 +274,7 @@ class RayReceivers:
         await end(receiver.actor, receiver.process)
 
 
-async def _started(node: str) -> _Receiver:
+async def _start_receiver(node: str) -> _Receiver:
     """A new receiver on a node.
 
     Raises:

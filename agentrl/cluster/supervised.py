@@ -3,11 +3,11 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeVar
 
 from agentrl.errors import StallError
-from agentrl.flow import Retries, pause_deadlines
+from agentrl.flow import Retries
 
 logger = logging.getLogger(__name__)
 _Started = TypeVar("_Started")
@@ -63,7 +63,11 @@ class Supervised:
             Exception: what `give_up` makes of the reason, if there were too many restarts in a row.
         """
         if self._without_progress >= self._allowed:
-            raise give_up(self._reason()) from death
+            times = f"restarted {self._allowed} times in a row"
+            raise give_up(
+                f"{times if self._allowed else 'not restarted'} without {self._work} in between"
+                " (cluster.restarts)"
+            ) from death
         self._without_progress += 1
         self.restarts += 1
         logger.warning("restarting %s: %s", self.name, death)
@@ -93,20 +97,9 @@ class Supervised:
                 await asyncio.sleep(max(self.pause, Retries.pause(failures)))
         return await start()
 
-    @staticmethod
-    def outside_deadlines() -> AbstractContextManager[None]:
-        """Inside the block, the deadlines of the present task stand still: a restart takes longer
-        than what it waits for.
-        """
-        return pause_deadlines()
-
     def starting(self) -> AbstractAsyncContextManager[None]:
         """The deadline of a start, as `start_deadline`."""
         return start_deadline(self.name, self._start_seconds)
-
-    def _reason(self) -> str:
-        times = f"restarted {self._allowed} times in a row" if self._allowed else "not restarted"
-        return f"{times} without {self._work} in between (cluster.restarts)"
 
 
 @asynccontextmanager

@@ -66,7 +66,7 @@ class Attendance:
 
 
 @dataclass(slots=True)
-class _Guest:
+class _Connection:
     connection: socket.socket
     name: str = ""
     heard: bytearray = field(default_factory=bytearray)
@@ -82,7 +82,7 @@ class Doorkeeper:
         self._listener = socket.create_server((host, 0))
         self._store = store
         self._served = served
-        self._present: dict[str, _Guest] = {}
+        self._present: dict[str, _Connection] = {}
         self._is_closed = threading.Event()
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._serve, name="weights-door", daemon=True).start()
@@ -98,47 +98,50 @@ class Doorkeeper:
                 while not self._is_closed.is_set():
                     for key, _ in selector.select(_BEAT_SECONDS):
                         if key.data is None:
-                            self._let_in(selector)
-                        elif not self._hear(key.data):
+                            self._accept(selector)
+                        elif not self._read_from(key.data):
                             selector.unregister(key.fileobj)
                             key.data.connection.close()
             for key in list(selector.get_map().values()):
                 if key.data is not None:
                     key.data.connection.close()
 
-    def _let_in(self, selector: selectors.BaseSelector) -> None:
+    def _accept(self, selector: selectors.BaseSelector) -> None:
         with suppress(OSError):  # it is gone already
             connection, _ = self._listener.accept()
             connection.setblocking(False)
-            selector.register(connection, selectors.EVENT_READ, _Guest(connection))
+            selector.register(connection, selectors.EVENT_READ, _Connection(connection))
 
-    def _hear(self, guest: _Guest) -> bool:
-        """Note what a guest says; False if it is gone."""
+    def _read_from(self, guest: _Connection) -> bool:
+        """Read from a connection, first the reader's name and then its signs of life; False if it
+        is closed.
+        """
         try:
-            said = guest.connection.recv(4096)
+            received = guest.connection.recv(4096)
         except BlockingIOError:
             return True
         except OSError:
-            said = b""
-        if not said:
+            received = b""
+        if not received:
+            # Only its own connection: a reader that came back has another one.
             if self._present.get(guest.name) is guest:
                 del self._present[guest.name]
                 self._store.set(left(guest.name), "")
             return False
         if guest.name:
-            self._store.add(_beats(guest.name), len(said))
+            self._store.add(_beats(guest.name), len(received))
             return True
-        guest.heard += said
+        guest.heard += received
         name, is_whole, _ = guest.heard.partition(_END_OF_NAME)
-        return len(name) <= _LONGEST_NAME and (not is_whole or self._welcome(guest, name))
-
-    def _welcome(self, guest: _Guest, name: bytearray) -> bool:
-        guest.name = name.decode(errors="replace")
-        self._present[guest.name] = guest
-        self._store.delete_key(left(guest.name))
-        self._store.add(_beats(guest.name), 1)
-        with suppress(OSError):
-            guest.connection.sendall(_BEAT)
+        if len(name) > _LONGEST_NAME:
+            return False
+        if is_whole:
+            guest.name = name.decode(errors="replace")
+            self._present[guest.name] = guest
+            self._store.delete_key(left(guest.name))
+            self._store.add(_beats(guest.name), 1)
+            with suppress(OSError):
+                guest.connection.sendall(_BEAT)  # `Attendance` waits for it
         return True
 
 
@@ -162,11 +165,11 @@ class Watch:
         """
         now = time.monotonic()
         if now >= self._next_look:
-            self._gone |= {name for name in self._heard.keys() - self._gone if self._lost(name)}
+            self._gone |= {name for name in self._heard.keys() - self._gone if self._is_lost(name)}
             self._next_look = time.monotonic() + _LOOK_SECONDS
         return self._gone
 
-    def _lost(self, name: str) -> bool:
+    def _is_lost(self, name: str) -> bool:
         if self._store.check([left(name)]):
             return True
         beats, since = self._heard[name]

@@ -79,10 +79,10 @@ class Audience:
     def break_off(self) -> None:
         """Tell them that there will be no more."""
         with suppress(WeightsError):  # rank 0 is gone: they notice that
-            self.meeting.put(_broken(self.key), "")
+            self.meeting.put(_broken_key(self.key), "")
 
 
-def _broken(key: str) -> str:
+def _broken_key(key: str) -> str:
     return f"{key}/broken"
 
 
@@ -118,7 +118,7 @@ class GroupSending:
     def break_off(self) -> None:
         """See `SendingLane`. Those that live are told, since what they wait for may hang."""
         self._audience.break_off()
-        _let_go(self._group, [work for work in self._works if work is not None])
+        _abandon(self._group, [work for work in self._works if work is not None])
         self._group = None
         self._works.clear()
 
@@ -159,10 +159,10 @@ class GroupReading:
                 del arrived  # else it would stay until the next one is there
         finally:
             if not work.is_completed():
-                _let_go(group, [work])
+                _abandon(group, [work])
 
     def _check(self) -> None:
-        if self._meeting.is_set(_broken(self._key)):
+        if self._meeting.is_set(_broken_key(self._key)):
             raise WeightsError("the sender has broken off")
 
 
@@ -180,7 +180,7 @@ def _wait_for(work: Any, check: Callable[[], None]) -> None:
     work.wait()  # raises its error
 
 
-def _let_go(group: Any, works: Sequence[Any]) -> None:
+def _abandon(group: Any, works: Sequence[Any]) -> None:
     """Drop a group in which an operation may hang. Dropping the last reference to it would wait
     for that operation, so a thread keeps one until it ends. Then the group's connections close.
     """
@@ -212,7 +212,7 @@ class SharedMemory:
         path.unlink(missing_ok=True)  # who reads a file that is cut off is killed (SIGBUS)
         with path.open("xb") as file:
             os.posix_fallocate(file.fileno(), 0, size)
-        return SharedMemory(path, _mapped(path))
+        return SharedMemory(path, _map_file(path))
 
 
 def memory(
@@ -225,7 +225,7 @@ def memory(
     return SharedMemory.make(folder / f"bucket-{rank}-{number}", size)
 
 
-def _mapped(path: Path) -> Tensor:
+def _map_file(path: Path) -> Tensor:
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
     return torch.frombuffer(memory, dtype=torch.uint8)
@@ -242,11 +242,11 @@ def handle_of(memory: Tensor | SharedMemory) -> bytes:
     return pickle.dumps(reduce_tensor(memory))  # type: ignore[no-untyped-call]
 
 
-def opened(handle: bytes) -> Tensor:
+def open_handle(handle: bytes) -> Tensor:
     """The memory of a handle of a process of the same run."""
     what = pickle.loads(handle)
     if isinstance(what, str):
-        return _mapped(Path(what))
+        return _map_file(Path(what))
     rebuild, arguments = what
     memory: Tensor = rebuild(*arguments)
     return memory
@@ -305,9 +305,11 @@ class HandleReading:
     def buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         """See `ReadingLane`. Each is copied, so that the sender can fill its buffer again."""
         for number, size in enumerate(sizes):
-            handle = self._meeting.get(f"{self._key}/bucket/{number}", unless=_broken(self._key))
+            handle = self._meeting.get(
+                f"{self._key}/bucket/{number}", unless=_broken_key(self._key)
+            )
             if handle not in self._opened:
-                self._opened[handle] = opened(base64.b64decode(handle))
+                self._opened[handle] = open_handle(base64.b64decode(handle))
             memory = self._opened[handle]
             if memory.numel() < size:
                 raise WeightsError(f"bucket {number} has {memory.numel()} bytes instead of {size}")

@@ -39,7 +39,12 @@ class LowRank(Mapping[str, "Tensor"]):
     factors: Mapping[str, Factors]
 
     def __getitem__(self, name: str) -> "Tensor":
-        weight = self._read(name).float()
+        from safetensors import safe_open
+
+        path = self._files[name]
+        if path not in self._opened:
+            self._opened[path] = safe_open(path, framework="pt")
+        weight: Tensor = self._opened[path].get_tensor(name).float()
         if name not in self.factors:
             return weight
         A, B, scale = self.factors[name]
@@ -65,15 +70,6 @@ class LowRank(Mapping[str, "Tensor"]):
 
     def __reduce__(self) -> tuple[type["LowRank"], tuple[Path, Mapping[str, Factors]]]:
         return LowRank, (self.base, self.factors)
-
-    def _read(self, name: str) -> "Tensor":
-        from safetensors import safe_open
-
-        path = self._files[name]
-        if path not in self._opened:
-            self._opened[path] = safe_open(path, framework="pt")
-        weight: Tensor = self._opened[path].get_tensor(name)
-        return weight
 
     @cached_property
     def _opened(self) -> dict[Path, Any]:

@@ -71,7 +71,7 @@ class SendingPlan:
         """The plan for these units, in buckets of about `bytes_each`."""
         buckets = buckets_of(units, bytes_each, dtype.itemsize)
         return SendingPlan(
-            tuple(_laid_out(bucket, dtype.itemsize) for bucket in buckets),
+            tuple(_lay_out(bucket, dtype.itemsize) for bucket in buckets),
             str(dtype).removeprefix("torch."),
         )
 
@@ -99,7 +99,7 @@ def pack(
     """Copy those weights of a bucket that are there into a buffer of bytes."""
     for slot in bucket.slots:
         if slot.name in weights:
-            _view(buffer, slot, dtype).copy_(weights[slot.name])
+            _slot_view(buffer, slot, dtype).copy_(weights[slot.name])
 
 
 def seal(bucket: BucketPlan, buffer: "Tensor", label: str) -> None:
@@ -120,7 +120,7 @@ def weights_in(
 ) -> Iterator[tuple[str, "Tensor"]]:
     """The weights of a bucket, as views of its buffer."""
     for slot in bucket.slots:
-        yield slot.name, _view(buffer, slot, dtype)
+        yield slot.name, _slot_view(buffer, slot, dtype)
 
 
 def is_intact(buffer: "Tensor", bucket: BucketPlan, label: str) -> bool:
@@ -130,7 +130,12 @@ def is_intact(buffer: "Tensor", bucket: BucketPlan, label: str) -> bool:
     return bool((_sum_place(bucket, buffer) == _sum(bucket, buffer, label)).all())
 
 
-def _laid_out(units: Sequence[WeightUnit], itemsize: int) -> BucketPlan:
+def _lay_out(units: Sequence[WeightUnit], itemsize: int) -> BucketPlan:
+    """The places of the weights of units in one bucket, each at a multiple of 16 bytes.
+
+    Example: float32 weights of 3 and 5 numbers lie at 0 and 16 and end at 48, where the sum of the
+    bucket follows.
+    """
     slots: list[Slot] = []
     end = 0
     for unit in units:
@@ -141,7 +146,7 @@ def _laid_out(units: Sequence[WeightUnit], itemsize: int) -> BucketPlan:
     return BucketPlan(tuple(units), tuple(slots), end)
 
 
-def _view(buffer: "Tensor", slot: Slot, dtype: "torch.dtype") -> "Tensor":
+def _slot_view(buffer: "Tensor", slot: Slot, dtype: "torch.dtype") -> "Tensor":
     size = math.prod(slot.shape) * dtype.itemsize
     return buffer[slot.offset : slot.offset + size].view(dtype).view(slot.shape)
 

@@ -126,6 +126,7 @@ class WeightPublisher:
                     with published.phase("commit"):
                         await run_to_completion(self._commit(trainer, published, engines))
                 except WeightsError:
+                    # With the version on some engines, the others have to get this very shipment.
                     if not any(engine.policy_version == version for engine in engines):
                         await run_to_completion(self._transport.withdraw(published.weights))
                     raise
@@ -149,12 +150,12 @@ class WeightPublisher:
         with published.phase("write"):
             published.weights = await self._transport.send(trainer, published.version)
         try:
-            await self._stage(published, engines)
+            await self._stage_on_all(published, engines)
         except BaseException:
             await run_to_completion(self._transport.withdraw(published.weights))
             raise
 
-    async def _stage(self, published: Published, engines: Sequence[Engine]) -> None:
+    async def _stage_on_all(self, published: Published, engines: Sequence[Engine]) -> None:
         with published.phase("stage"):
             for number, engine in enumerate(engines):
                 if not EngineOffers.of(engine).stages_weights:
@@ -178,7 +179,7 @@ class WeightPublisher:
         if published.weights.is_live:
             # Whoever reads a live shipment waits for the others.
             delivery = self._transport.deliver(trainer, published.weights)
-            await _all_to_their_end([delivery, *map(update, engines)])
+            await _run_all([delivery, *map(update, engines)])
         else:
             for engine in engines:
                 await update(engine)
@@ -207,8 +208,10 @@ class WeightPublisher:
                 )
 
 
-async def _all_to_their_end(works: Sequence[Awaitable[None]]) -> None:
-    """Do all at once, and then raise the first error: none is cut off by another's."""
+async def _run_all(works: Sequence[Awaitable[None]]) -> None:
+    """Run all at the same time and to their end, and then raise the first error: no work is
+    cancelled because another one failed.
+    """
 
     async def error_of(work: Awaitable[None]) -> Exception | None:
         try:

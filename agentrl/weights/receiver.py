@@ -73,14 +73,14 @@ class BundleReceiver:
         try:
             with self._store.place(bundle.manifest.version) as place:
                 await _copy(bundle, place, read)
-                return await run_to_completion(asyncio.to_thread(_finish, place, bundle))
+                return await run_to_completion(asyncio.to_thread(_finish_and_record, place, bundle))
         except OSError as error:
             raise WeightsError(
                 f"{bundle} could not be copied into {self._store.folder}: {error}. Make room there"
             ) from error
 
 
-def _finish(place: BundlePlace, bundle: WeightBundle) -> WeightBundle:
+def _finish_and_record(place: BundlePlace, bundle: WeightBundle) -> WeightBundle:
     copy = place.finish_as(bundle.manifest)
     record_check(copy.folder, copy.checksum, copy.manifest.files)
     return copy
@@ -105,7 +105,7 @@ async def _copy(bundle: WeightBundle, place: BundlePlace, read: ReadPiece) -> No
 
     for bucket, offset, size in _pieces(bundle):
         if len(in_flight) == _IN_FLIGHT:
-            await write_oldest()
+            await write_oldest()  # in order: the pieces of a file are appended
         is_last = offset + size == bucket.size
         in_flight.append((bucket, is_last, read(bundle.folder / bucket.file, offset, size)))
     while in_flight:

@@ -60,14 +60,14 @@ class FileTransport:
     async def send(self, trainer: Trainer, version: int) -> Shipment:
         """The trainer's weights as a new bundle."""
         place = await self.place(version)
-        answers = await self._written(trainer, place)
-        if not any(answers):
+        answers = await self._write(trainer, place)
+        if not any(answers):  # no rank reaches this machine: write on that of rank 0
             await self.follow(trainer, place)
             place = await self.place(version)
-            answers = await self._written(trainer, place)
+            answers = await self._write(trainer, place)
         return await self.finish(place, answers)
 
-    async def _written(self, trainer: Trainer, place: BundlePlace) -> Sequence["Written | None"]:
+    async def _write(self, trainer: Trainer, place: BundlePlace) -> Sequence["Written | None"]:
         try:
             return await trainer.send_weights(WriteBuckets(place, self._dtype))
         except BaseException as error:
@@ -91,7 +91,9 @@ class FileTransport:
             return place
         parent = self._parents[0]
         try:
-            return self._store().place(version)
+            if not self._stores or self._stores[-1].folder.parent != parent:
+                self._stores.append(WeightStore.open(parent, self._bucket_bytes))
+            return self._stores[-1].place(version)
         except OSError as error:
             self._next_parent(error)
             raise _not_written(parent, error) from error
@@ -196,12 +198,6 @@ class FileTransport:
         """True if a place is in a folder of this process."""
         return any(folder.parent == own.folder for own in self._stores)
 
-    def _store(self) -> WeightStore:
-        parent = self._parents[0]
-        if not self._stores or self._stores[-1].folder.parent != parent:
-            self._stores.append(WeightStore.open(parent, self._bucket_bytes))
-        return self._stores[-1]
-
 
 @dataclass(frozen=True, slots=True)
 class Written:
@@ -255,10 +251,10 @@ def write_and_let_go(place: BundlePlace, number: int, weights: dict[str, "Tensor
         return place.write_bucket(number, weights)
     finally:
         weights.clear()
-        _give_freed_memory_back()
+        _trim_heap()
 
 
-def _give_freed_memory_back() -> None:
+def _trim_heap() -> None:
     """Give the memory of tensors that are gone back to the system, of which glibc keeps 64 MiB."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

@@ -93,7 +93,7 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class OpenedLanes:
-    """What a rank says of itself when lanes are opened."""
+    """A rank's answer when lanes are opened."""
 
     address: str
     place: str
@@ -113,7 +113,7 @@ class LiveShipment(Shipment):
         self.folder: Path = folder
         self.lanes = lanes
         self.key = key
-        self.rest: _Rest | None = None
+        self.rest: _LateBundle | None = None
         """The files; None where the shipment is read."""
 
     @property
@@ -193,7 +193,7 @@ class LiveShipment(Shipment):
         return self.lanes.id, self.key
 
 
-class _Rest:
+class _LateBundle:
     """The files of a version, which are put together when somebody asks for them first."""
 
     def __init__(self) -> None:
@@ -253,10 +253,10 @@ class LiveTransport:
         """Open the lanes for a version, which `deliver` sends. Low-rank updates are small, and are
         sent as files.
         """
-        place, opened = await self._opened(trainer, version)
+        place, opened = await self._open_lanes(trainer, version)
         if not any(one.is_writer for one in opened):
             await self._files.follow(trainer, place)
-            place, opened = await self._opened(trainer, version)
+            place, opened = await self._open_lanes(trainer, version)
         if opened[0].update is not None:
             return await self._files.send(trainer, version)
         places: dict[str, list[int]] = {}
@@ -273,11 +273,11 @@ class LiveTransport:
             places,
         )
         shipment = LiveShipment(lanes, f"v{version}-{next(self._numbers)}", place.folder)
-        shipment.rest = _Rest()
+        shipment.rest = _LateBundle()
         self._place = place
         return shipment
 
-    async def _opened(
+    async def _open_lanes(
         self, trainer: Trainer, version: int
     ) -> tuple[BundlePlace, Sequence["OpenedLanes"]]:
         place = await self._files.place(version)
@@ -305,9 +305,9 @@ class LiveTransport:
                 )
         self._resting.append(shipment)
         rest = shipment.rest
-        rest.begin(partial(self._bundle, trainer, send, answers, rest.is_released))
+        rest.begin(partial(self._make_bundle, trainer, send, answers, rest.is_released))
 
-    async def _bundle(
+    async def _make_bundle(
         self,
         trainer: Trainer,
         send: "SendBuckets",
@@ -318,7 +318,7 @@ class LiveTransport:
         meanwhile, those that are started in their place write them, unless they have trained on.
         """
         try:
-            written = await self._written(send, answers, is_released)
+            written = await self._await_files(send, answers, is_released)
         except WeightsError:
             if is_released.is_set():
                 raise
@@ -336,13 +336,13 @@ class LiveTransport:
         found = [None if files is None else Written(files.buckets, None) for files in written]
         return await run_to_completion(self._files.finish(place, found))
 
-    async def _written(
+    async def _await_files(
         self,
         send: "SendBuckets",
         answers: Sequence["Delivered"],
         is_released: asyncio.Event,
     ) -> Sequence[RankFiles | None]:
-        """What the ranks have written, when all have.
+        """Wait until all ranks have written their files, and return what they report.
 
         Raises:
             WeightsError: the ranks have died, or the files are not wanted any more.
@@ -435,7 +435,7 @@ class OpenLanes:
     place: BundlePlace
 
     def __call__(self, source: WeightSource) -> OpenedLanes:
-        """What the rank says of itself."""
+        """Open this rank's lanes, and describe them."""
         from agentrl.weights.meeting import Meeting
 
         if source.rank == 0 and self.id not in _opened:
@@ -507,7 +507,9 @@ class SendBuckets:
     def _deliver(self, source: WeightSource) -> Delivered:
         if (last := _late.pop(self.lanes.id, None)) is not None:
             last.exception()  # what it writes is still in memory
-        lane = self._lane(source) if self.sums is None else _OpenLane(None, (), "", meets=False)
+        lane = (
+            self._open_lane(source) if self.sums is None else _OpenLane(None, (), "", meets=False)
+        )
         with _Outbox(self, source, lane.sending) as outbox:
             self._fill(outbox, source, lane.places)
             delivered = outbox.finish(tells=lane.meets)
@@ -534,15 +536,16 @@ class SendBuckets:
             if is_mine:
                 outbox.finish_bucket(number, is_written=source.rank == writer)
 
-    def _lane(self, source: WeightSource) -> "_OpenLane":
+    def _open_lane(self, source: WeightSource) -> "_OpenLane":
         """Open this rank's lane to the readers of the version."""
         # The others look for rank 0 only if it has not been started again since.
-        is_served = self._all(source, source.rank > 0 or self.lanes.id in _opened)
-        mine = self._mine(source) if is_served else None
-        if not self._all(source, mine is not None):
+        # Each `_all_ranks` is a collective, so all ranks have to take the same branches here.
+        is_served = self._all_ranks(source, source.rank > 0 or self.lanes.id in _opened)
+        mine = self._own_lanes(source) if is_served else None
+        if not self._all_ranks(source, mine is not None):
             return _OpenLane(None, (), "the ranks were started again", meets=False)
         assert mine is not None
-        is_whole = self._all(source, mine.roll is not None)
+        is_whole = self._all_ranks(source, mine.roll is not None)
         roll, failure = None, "another rank does not know the readers"
         try:
             if source.rank == 0:
@@ -553,19 +556,19 @@ class SendBuckets:
         except (WeightsError, RuntimeError) as error:
             failure = str(error)
         # All ranks must agree on who sends what.
-        if not self._all(source, roll is not None):
+        if not self._all_ranks(source, roll is not None):
             return _OpenLane(None, (), failure)
         assert roll is not None
         try:
-            return _OpenLane(self._sending(source, mine, roll), _places(roll), "")
+            return _OpenLane(self._sending_lane(source, mine, roll), _places(roll), "")
         except (WeightsError, RuntimeError, OSError) as error:
             return _OpenLane(None, _places(roll), str(error))
 
-    def _all(self, source: WeightSource, can: bool) -> bool:
+    def _all_ranks(self, source: WeightSource, can: bool) -> bool:
         """True if all ranks can."""
         return len(source.ranks_that(can)) == len(source.ranks_that(True))
 
-    def _mine(self, source: WeightSource) -> _RankLanes | None:
+    def _own_lanes(self, source: WeightSource) -> _RankLanes | None:
         from agentrl.weights.meeting import Meeting
 
         if source.rank > 0 and self.lanes.id not in _opened:
@@ -577,7 +580,7 @@ class SendBuckets:
                 return None
         return _opened.get(self.lanes.id)
 
-    def _sending(
+    def _sending_lane(
         self, source: WeightSource, mine: _RankLanes, roll: "Roll"
     ) -> "SendingLane | None":
         """This rank's end of the lane; None if it has nobody to send to."""
@@ -648,7 +651,7 @@ class _Outbox:
 
         self._what = what
         self._source = source
-        self._sending = sending
+        self._sending_lane = sending
         self.dtype: torch.dtype = getattr(torch, what.lanes.plan.dtype)
         self._buffer = self._own = torch.empty(0, dtype=torch.uint8)
         self._files: LateFiles | None = None
@@ -666,22 +669,28 @@ class _Outbox:
                 self._files.close()
 
     def _break_off(self) -> None:
-        if self._sending is not None:
-            self._sending.break_off()
-        self._sending = None
+        if self._sending_lane is not None:
+            self._sending_lane.break_off()
+        self._sending_lane = None
 
     def begin(self, *, is_sent: bool) -> None:
         """Wait for a buffer for the next bucket."""
+        import torch
+
         self._is_sent = False
-        if is_sent and self._sending is not None:
+        if is_sent and self._sending_lane is not None:
             try:
-                self._buffer = self._sending.buffer(self._count)
+                self._buffer = self._sending_lane.buffer(self._count)
                 self._is_sent = True
             except (WeightsError, RuntimeError, OSError) as error:
                 self._not_sent = str(error)
                 self._break_off()
         if not self._is_sent:
-            self._buffer = self._own_buffer()
+            if not self._own.numel():
+                self._own = torch.empty(
+                    self._what.lanes.plan.largest, dtype=torch.uint8, device=self._source.device
+                )
+            self._buffer = self._own
 
     def put(self, bucket: BucketPlan, weights: "Mapping[str, Tensor]") -> None:
         """Put weights into the bucket that has begun."""
@@ -691,9 +700,9 @@ class _Outbox:
         """Send the bucket, begin to write it, or both."""
         bucket, buffer = self._what.lanes.plan.buckets[number], self._buffer
         seal(bucket, buffer, f"{self._what.key}/{number}")
-        if self._is_sent and self._sending is not None:
+        if self._is_sent and self._sending_lane is not None:
             try:
-                self._sending.send(self._count, number, bucket.size)
+                self._sending_lane.send(self._count, number, bucket.size)
                 self._count += 1
             except (WeightsError, RuntimeError, OSError) as error:
                 self._not_sent = str(error)
@@ -707,9 +716,9 @@ class _Outbox:
         """Wait until everything is sent, and written, unless the rank `tells` the meeting of that
         later.
         """
-        if self._sending is not None:
+        if self._sending_lane is not None:
             try:
-                self._sending.finish()
+                self._sending_lane.finish()
             except (WeightsError, RuntimeError, OSError) as error:
                 self._not_sent = str(error)
                 self._break_off()
@@ -727,15 +736,6 @@ class _Outbox:
         if what.sums is not None and not files.sums.items() <= what.sums.items():
             written = RankFiles(error="the ranks that had it died, and the trainer has gone on")
         return Delivered(written, False, files.sums, self._not_sent)
-
-    def _own_buffer(self) -> "Tensor":
-        import torch
-
-        if not self._own.numel():
-            self._own = torch.empty(
-                self._what.lanes.plan.largest, dtype=torch.uint8, device=self._source.device
-            )
-        return self._own
 
 
 class _Reading:
