@@ -18,7 +18,6 @@ from agentrl.cluster.supervised import Supervised
 from agentrl.cluster.worker_registry import WorkerCount, register_workers
 from agentrl.cluster.workers import InOwnProcess, Make, StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, StallError, TrainingError, WorkerDiedError
-from agentrl.flow import pause_deadlines
 from agentrl.models.facts import model_facts
 from agentrl.placement.mesh import ONE_RANK, Mesh
 from agentrl.placement.rows import lockstep_ratio
@@ -404,7 +403,7 @@ class GroupTrainer(Trainer):
         """The ranks, which are started if there are none; None if they may not start now, as the
         trainer sleeps.
         """
-        with pause_deadlines():  # a start takes longer than what the caller waits for
+        with self._supervised.outside_deadlines():
             async with self._starting:
                 if self._ranks is None and not self._waits:
                     self._ranks = await self._begin()

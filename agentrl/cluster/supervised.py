@@ -3,11 +3,11 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from typing import TypeVar
 
 from agentrl.errors import StallError
-from agentrl.flow import Retries
+from agentrl.flow import Retries, pause_deadlines
 
 logger = logging.getLogger(__name__)
 _Started = TypeVar("_Started")
@@ -96,6 +96,13 @@ class Supervised:
                 logger.warning("%s; starting it again", error)
                 await asyncio.sleep(max(self.pause, Retries.pause(failures)))
         return await start()
+
+    @staticmethod
+    def outside_deadlines() -> AbstractContextManager[None]:
+        """Inside the block, the deadlines of the present task stand still: a restart takes longer
+        than what it waits for.
+        """
+        return pause_deadlines()
 
     def starting(self) -> AbstractAsyncContextManager[None]:
         """The deadline of a start, as `start_deadline`."""

@@ -25,7 +25,7 @@ KINDS = frozenset({"full_attention", "sliding_attention"})
 """The kinds of layers that do not mix sequences which are computed together."""
 LENGTHS = (5, 7)
 """Of the sequences that are compared."""
-_REST = "or train a model of another family"
+_ALTERNATIVE = "or train a model of another family"
 Windows = list[int | None]
 """The sliding window that each call of attention was given."""
 States = Callable[[Sequence["torch.Tensor"], Windows], Sequence["torch.Tensor"]]
@@ -41,7 +41,7 @@ def check_kind(config: Any, folder: Path, *, trust_remote_code: bool = False) ->
         attention interface, or sees pictures in a way that is not known here.
     """
     check_family(config)
-    text, model_class = config.get_text_config(), _class_of(config, folder, trust_remote_code)
+    text, model_class = config.get_text_config(), _model_class(config, folder, trust_remote_code)
     name = model_class.__name__
     if optional_field(text, "is_encoder_decoder", False):
         raise ConfigError(
@@ -52,22 +52,22 @@ def check_kind(config: Any, folder: Path, *, trust_remote_code: bool = False) ->
         raise ConfigError(
             f"{name} has layers of the kinds {', '.join(sorted(others))}, which would mix sequences"
             f" that are computed together; {' and '.join(sorted(KINDS))} are supported: evaluate it"
-            f" with engine=vllm, {_REST}"
+            f" with engine=vllm, {_ALTERNATIVE}"
         )
     if model_class._is_stateful:
         raise ConfigError(
             f"{name} has recurrent layers, which would mix sequences that are computed together:"
-            f" evaluate it with engine=vllm, {_REST}"
+            f" evaluate it with engine=vllm, {_ALTERNATIVE}"
         )
     if not model_class._can_set_attn_implementation():
         raise ConfigError(
             f"{name} computes attention by itself, and not through transformers' attention"
             " interface, so sequences that are computed together would mix: evaluate it with"
-            f" engine=vllm, {_REST}"
+            f" engine=vllm, {_ALTERNATIVE}"
         )
 
 
-def _class_of(config: Any, folder: Path, trust_remote_code: bool) -> Any:
+def _model_class(config: Any, folder: Path, trust_remote_code: bool) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     written = optional_field(config, "auto_map", {}).get("AutoModelForCausalLM")
@@ -128,7 +128,7 @@ def not_handed_on(attention: Any) -> ConfigError:
     return ConfigError(
         f"{type(attention).__name__} of transformers does not hand on the arguments of the model's"
         " call to attention, which would know no borders between sequences: evaluate the model"
-        f" with engine=vllm, {_REST}"
+        f" with engine=vllm, {_ALTERNATIVE}"
     )
 
 
@@ -149,7 +149,7 @@ def check_attention(model: Any, together: States) -> None:
     windows: Windows = []
     with torch.no_grad():
         found = together(rows_T, windows)
-        with _own_attention(model.config.get_text_config()):
+        with _eager_attention(model.config.get_text_config()):
             alone = [
                 model.base_model(input_ids=row_T[None], use_cache=False).last_hidden_state[0]
                 for row_T in rows_T
@@ -161,13 +161,15 @@ def check_attention(model: Any, together: States) -> None:
                 f"{name} computes other hidden states for sequences that are computed together than"
                 f" for each alone (they differ by {difference:.2g} of their size), so its logprobs"
                 " would be wrong: its positions, biases or layers know no borders between"
-                f" sequences. Evaluate it with engine=vllm, {_REST}"
+                f" sequences. Evaluate it with engine=vllm, {_ALTERNATIVE}"
             )
     _check_windows(model.config.get_text_config(), windows, name)
 
 
 def _check_windows(config: Any, windows: Windows, name: str) -> None:
-    """Some models have their window in a mask alone, which another attention does not see."""
+    """Refuse a model whose sliding window is in its mask alone, which another attention does not
+    get.
+    """
     window, kinds = optional_field(config, "sliding_window"), optional_field(config, "layer_types")
     if not window or window >= config.max_position_embeddings:
         return
@@ -181,7 +183,7 @@ def _check_windows(config: Any, windows: Windows, name: str) -> None:
 
 
 @contextmanager
-def _own_attention(config: Any) -> "Iterator[None]":
+def _eager_attention(config: Any) -> "Iterator[None]":
     ours = config._attn_implementation
     config._attn_implementation = "eager"
     try:

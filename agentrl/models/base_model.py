@@ -40,9 +40,9 @@ def base_model_of(name: str, commit: str | None = None) -> BaseModel:
         return BaseModel(random=True)
     folder = Path(name).expanduser()
     if folder.is_dir():
-        said = card_metadata(folder / CARD)
-        known = hub_name_of(folder) or said.get("base_model")
-        return BaseModel(known if isinstance(known, str) else None, _licence(said))
+        metadata = card_metadata(folder / CARD)
+        known = hub_name_of(folder) or metadata.get("base_model")
+        return BaseModel(known if isinstance(known, str) else None, _licence(metadata))
     if not is_hub_name(name):
         return BaseModel()
     return BaseModel(name, _licence(card_metadata(_cached_card(name, commit))))
@@ -60,8 +60,8 @@ def card_metadata(card: Path | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _licence(said: Mapping[str, Any]) -> dict[str, str]:
-    found = {key: said[key] for key in _LICENCE_KEYS if isinstance(said.get(key), str)}
+def _licence(metadata: Mapping[str, Any]) -> dict[str, str]:
+    found = {key: metadata[key] for key in _LICENCE_KEYS if isinstance(metadata.get(key), str)}
     return found if "license" in found else {}
 
 

@@ -152,9 +152,6 @@ class Layer:
         """The most numbers of a token inside of the MLP."""
         return max([*self._inner, self.chosen * min(self._widths(), default=0)])
 
-    def _is_last(self, name: str, linear: Any) -> bool:
-        return linear.out_features == self._hidden and name.startswith(_LAST)
-
     @cached_property
     def kept(self) -> Kept:
         """The numbers that autograd keeps of a token: the input of each matrix, once for those that
@@ -162,10 +159,12 @@ class Layer:
         activation functions; and the inputs of norms.
         """
         heads = self._heads
-        rows, row_products = self._of_experts()
+        rows, row_products = self._expert_rows()
+        # Attention and MLP begin with the residual stream, which their first matrices share: it is
+        # kept twice in a layer, however many of them take it.
         inputs, outputs, shared = 2 * self._hidden, 0, -2 * self._hidden
         for name, linear in self._linears:
-            last = self._is_last(name, linear)
+            last = linear.out_features == self._hidden and name.startswith(_LAST)
             if last or linear.in_features != self._hidden:  # it has its input for itself
                 inputs += linear.in_features
             else:
@@ -177,14 +176,14 @@ class Layer:
         for name, norm in self._norms:
             size = self._norm_size(name, norm)
             norms += size
-            low_norms += size * _low_bytes(norm)
-            has_head_norms |= _is_of_heads(name)
+            low_norms += size * _bytes_in_bfloat16(norm)
+            has_head_norms |= _is_head_norm(name)
         products = row_products + heads.queries * heads.value_size
         products += sum(linear.out_features for _, linear in self._linears)
         scores = heads.queries * (1 + 2 * has_head_norms) + 2
         scores += 8 * self.chosen + 2 * self.experts
         return Kept(
-            matrices=inputs + outputs + rows + self._put_together(),
+            matrices=inputs + outputs + rows + self._copied_head_numbers(),
             norms=norms,
             low_norms=low_norms,
             casts=max(0, shared) + rows,  # the experts' products are not cast
@@ -193,7 +192,7 @@ class Layer:
             working=self._working(),
         )
 
-    def _put_together(self) -> int:
+    def _copied_head_numbers(self) -> int:
         """Numbers of queries and keys that are copied, because only a part of each head is rotated,
         or because they come out of one matrix with the values.
         """
@@ -205,7 +204,7 @@ class Layer:
         rope = optional_field(self._config, "rope_parameters") or {}
         return heads.queries * heads.key_size if rope.get("partial_rotary_factor", 1) != 1 else 0
 
-    def _of_experts(self) -> tuple[int, int]:
+    def _expert_rows(self) -> tuple[int, int]:
         """Numbers of a token's rows in the experts: all that is kept, and those that are products.
 
         A row keeps its input, gate and up, what the activation function gives, the input of down,
@@ -231,12 +230,12 @@ class Layer:
     def _norm_size(self, name: str, norm: Any) -> int:
         """Numbers that a norm sees: those of a head, for each head, or those of its weight."""
         size = _width(norm)
-        if size == self._heads.key_size and _is_of_heads(name):
+        if size == self._heads.key_size and _is_head_norm(name):
             return size * (self._heads.queries if "q_norm" in name else self._heads.keys)
         return size
 
 
-def _is_of_heads(norm: str) -> bool:
+def _is_head_norm(norm: str) -> bool:
     return "q_norm" in norm or "k_norm" in norm
 
 
@@ -245,7 +244,7 @@ def _width(norm: Any) -> int:
     return max((p.numel() for p in norm.parameters() if p.ndim == 1), default=0)
 
 
-def _low_bytes(norm: Any) -> int:
+def _bytes_in_bfloat16(norm: Any) -> int:
     """Bytes that a norm in bfloat16 keeps for each number: some compute in float32."""
     import torch
 

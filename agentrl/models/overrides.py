@@ -34,7 +34,7 @@ def overridden_folder(folder: Path, overrides: Mapping[str, Any], into: Path | N
         return folder
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_names(config, overrides)
-    changed = _merged(config, overrides)
+    changed = _merge(config, overrides)
     text = json.dumps(changed, indent=2, sort_keys=True)
     # Not resolved: the path of a snapshot names its model and commit.
     origin = Path(os.path.abspath(folder))
@@ -82,7 +82,7 @@ def _check_names(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Non
             raise ConfigError(f"{SETTING}.{name}: the model's config.json has no such entry.{hint}")
 
 
-def _stretched(config: Mapping[str, Any], rotation: Mapping[str, Any]) -> dict[str, int]:
+def _yarn_positions(config: Mapping[str, Any], rotation: Mapping[str, Any]) -> dict[str, int]:
     """The positions that YaRN stretches a model to. vLLM and transformers take
     `max_position_embeddings` as those after the stretching.
     """
@@ -93,7 +93,7 @@ def _stretched(config: Mapping[str, Any], rotation: Mapping[str, Any]) -> dict[s
     return {"max_position_embeddings": max(known, int(rotation["factor"] * original))}
 
 
-def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The config with these entries; mappings are merged."""
     merged = dict(config)
     for name, value in overrides.items():
@@ -105,9 +105,9 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
             merged = {key: old for key, old in merged.items() if key not in _ROPE}
             merged[_ROPE[0]] = rotation
             if "max_position_embeddings" not in overrides:
-                merged |= _stretched(merged, rotation)
+                merged |= _yarn_positions(merged, rotation)
         elif isinstance(value, Mapping) and isinstance(merged.get(name), Mapping):
-            merged[name] = _merged(merged[name], value)
+            merged[name] = _merge(merged[name], value)
         else:
             merged[name] = value
     return merged

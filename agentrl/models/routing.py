@@ -161,6 +161,8 @@ class _ChosenByEngine(TorchFunctionMode):
         output = func(*args, **given)
         if func not in (torch.topk, Tensor.topk):
             return output
+        # A layer may call `topk` for other things (groups of experts): only the choice among all
+        # experts is replaced.
         scores_SE = args[0] if args else given["input"]
         own_SK = output[1]
         if own_SK.dim() != 2 or scores_SE.shape[1] != self._experts:
@@ -186,14 +188,14 @@ def take_choices(model: Any) -> None:
     numbers = layers_with_experts(model)
     for place, (number, (_, module)) in enumerate(zip(numbers, expert_modules(model), strict=True)):
         layer = model.base_model.layers[number]
-        layer.forward = partial(_by_choices, place, _count_of(module), layer.forward)
+        layer.forward = partial(_forward_with_choices, place, _num_experts(module), layer.forward)
 
 
 def choices_are_taken(model: Any, run: Callable[[TokenRouting], object], tokens: int) -> bool:
     """True if a model that `take_choices` has prepared computes with experts that are given. `run`
     calls it with some `tokens`, all of which each layer computes.
     """
-    experts = [_count_of(module) for _, module in expert_modules(model)]
+    experts = [_num_experts(module) for _, module in expert_modules(model)]
     watched = Routing(model)
     device = next(model.parameters()).device
     nobody_N = torch.zeros(0, dtype=torch.long, device=device)
@@ -202,6 +204,7 @@ def choices_are_taken(model: Any, run: Callable[[TokenRouting], object], tokens:
         own_SLK = watched.chosen_experts(tokens, None)
         if own_SLK is None:
             return False
+        # Ask for the neighbours of the experts that the routers like best, and see which compute.
         others_SLK = (own_SLK + 1) % torch.tensor(experts, device=device)[:, None]
         run(TokenRouting(others_SLK, nobody_N, None))
         found_SLK = watched.chosen_experts(tokens, None)
@@ -210,7 +213,7 @@ def choices_are_taken(model: Any, run: Callable[[TokenRouting], object], tokens:
         watched.stop()
 
 
-def _by_choices(
+def _forward_with_choices(
     place: int, experts: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """The `forward` of a layer with experts, the first of which has the `place` 0. It runs again
@@ -232,7 +235,7 @@ def expert_modules(model: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def _count_of(experts: Any) -> int:
+def _num_experts(experts: Any) -> int:
     """The number of experts in a module: the first dimension of its stacked weights, of which a
     rank of a trainer may have a part.
     """

@@ -48,7 +48,7 @@ def description_folder(
     Raises:
         ConfigError: there is no such folder, nor such a model on the hub or in its cache.
     """
-    return overridden_folder(_folder(name, revision, _SMALL_FILES, setting), overrides)
+    return overridden_folder(_find_folder(name, revision, _SMALL_FILES, setting), overrides)
 
 
 def model_folder(
@@ -64,7 +64,7 @@ def model_folder(
     Raises:
         ConfigError: there is no such model, or files of it are missing.
     """
-    found = _folder(name, revision, (*_SMALL_FILES, _WEIGHTS_PATTERN), setting)
+    found = _find_folder(name, revision, (*_SMALL_FILES, _WEIGHTS_PATTERN), setting)
     check_weights(found, name, setting=setting)
     return overridden_folder(found, overrides)
 
@@ -140,7 +140,7 @@ def check_architecture(
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
-            f"{setting}: transformers cannot read {folder / 'config.json'}: {_why(error)}"
+            f"{setting}: transformers cannot read {folder / 'config.json'}: {_explain(error)}"
         ) from error
     if quantised := optional_field(config, "quantization_config"):
         raise ConfigError(
@@ -161,7 +161,7 @@ def check_architecture(
     check_kind(config, folder, trust_remote_code=trust_remote_code)
 
 
-def _why(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     text = _LOW_LEVEL.sub(" ", str(error)).strip()
     if "trust_remote_code" in text:
         return (
@@ -236,7 +236,7 @@ def _files_of_index(index: Path) -> Sequence[str]:
         raise ConfigError(f"{index} cannot be read ({error}): copy or download it again") from error
 
 
-def _folder(name: str, revision: str | None, patterns: Sequence[str], setting: str) -> Path:
+def _find_folder(name: str, revision: str | None, patterns: Sequence[str], setting: str) -> Path:
     folder = Path(name).expanduser()
     if folder.is_file():
         raise ConfigError(
@@ -250,7 +250,7 @@ def _folder(name: str, revision: str | None, patterns: Sequence[str], setting: s
             f"{setting}: {name!r} is neither the folder of a Hugging Face model (there is no folder"
             f" {folder.absolute()}) nor a model on the hub, which is written owner/name"
         )
-    found = _snapshot(name, revision, patterns, setting)
+    found = _download(name, revision, patterns, setting)
     if not (found / "config.json").is_file():
         raise ConfigError(
             f"{setting}: {name!r} on the hub has no config.json, so it is not a model for"
@@ -300,8 +300,8 @@ def _describe_other_content(folder: Path) -> str:
     return ""
 
 
-def _snapshot(name: str, revision: str | None, patterns: Sequence[str], setting: str) -> Path:
-    from huggingface_hub import snapshot_download
+def _download(name: str, revision: str | None, patterns: Sequence[str], setting: str) -> Path:
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
@@ -320,30 +320,26 @@ def _snapshot(name: str, revision: str | None, patterns: Sequence[str], setting:
             "its owner lets only some accounts in: ask for access on its page, and log in with `hf"
             " auth login`"
         )
-        raise _neither(name, at, why, setting) from error
+        raise _not_found(name, at, why, setting) from error
     except RevisionNotFoundError as error:
-        raise _neither(name, at, "the hub has the model and no such revision", setting) from error
+        raise _not_found(name, at, "the hub has the model and no such revision", setting) from error
     except LocalEntryNotFoundError as error:
         why = (
             "the hub cannot be reached, or offline mode is on (HF_HUB_OFFLINE), and the cache"
-            f" {_cache()} lacks it"
+            f" {constants.HF_HUB_CACHE} lacks it"
         )
-        raise _neither(name, at, why, setting) from error
+        raise _not_found(name, at, why, setting) from error
     except (OSError, ValueError) as error:
-        raise _neither(name, at, _LOW_LEVEL.sub(" ", str(error))[:200].strip(), setting) from error
+        raise _not_found(
+            name, at, _LOW_LEVEL.sub(" ", str(error))[:200].strip(), setting
+        ) from error
 
 
-def _neither(name: str, at: str, why: str, setting: str) -> ConfigError:
+def _not_found(name: str, at: str, why: str, setting: str) -> ConfigError:
     return ConfigError(
         f"{setting}: {name!r} is neither the folder of a Hugging Face model (there is no folder "
         f"{Path(name).absolute()}) nor a model that can be taken from the hub{at}: {why}"
     )
-
-
-def _cache() -> str:
-    from huggingface_hub import constants
-
-    return str(constants.HF_HUB_CACHE)
 
 
 __all__ = [

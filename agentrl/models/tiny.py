@@ -151,7 +151,7 @@ def create_tiny_model(
         raise ConfigError(f"{folder} is not empty; name a new folder for the model")
     dialect = _SEEING if size in SEEING else _DIALECTS[template]
     specials = [dialect.pad, dialect.end, *dialect.others]
-    tokenizer = _wrap(train_tokenizer(corpus or (), specials), dialect)
+    tokenizer = _with_dialect(train_tokenizer(corpus or (), specials), dialect)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     _write_weights(folder, model_config(size, len(tokenizer), **ends), seed)
     if size in SEEING:
@@ -192,7 +192,7 @@ def _with_core(corpus: Iterable[str]) -> Iterator[str]:
         yield from _CORE_TEXT
 
 
-def _wrap(tokenizer: "Tokenizer", dialect: _Dialect) -> "PreTrainedTokenizerFast":
+def _with_dialect(tokenizer: "Tokenizer", dialect: _Dialect) -> "PreTrainedTokenizerFast":
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(

@@ -33,7 +33,7 @@ class FamilyFiles:
     placeholder: str
 
 
-def _merged(files: FamilyFiles) -> Written:
+def _merged_squares(files: FamilyFiles) -> Written:
     """Qwen: a placeholder for each square of merged patches. The template has the marks."""
     merged: int = files.processor.merge_size**2
 
@@ -111,50 +111,21 @@ def _pooled_by_size(files: FamilyFiles) -> Written:
     return written
 
 
-def _placeholder(files: FamilyFiles) -> str:
-    return files.placeholder
-
-
-def _begin_mark(files: FamilyFiles) -> str:
-    mark: str = files.tokenizer.convert_ids_to_tokens(files.config.boi_token_id)
-    return mark
-
-
-def _in_squares(config: Any) -> float:
-    return float(config.vision_config.spatial_merge_size**2)
-
-
-def _in_tiles(config: Any) -> float:
+def _patches_of_internvl(config: Any) -> float:
     height, width = config.vision_config.image_size
     patch_height, patch_width = config.vision_config.patch_size
     patches = (height // patch_height) * (width // patch_width)
     return float(patches / config.image_seq_length)
 
 
-def _by_scale(config: Any) -> float:
-    return float(config.scale_factor**2)
-
-
-def _in_pools(config: Any) -> float:
-    return float(config.vision_config.pooling_kernel_size**2)
-
-
-def _nowhere(config: Any) -> BothWays:
-    return "nowhere"
-
-
-def _everywhere(config: Any) -> BothWays:
-    return "everywhere"
-
-
-def _of_gemma_4(config: Any) -> BothWays:
-    is_vision = config.get_text_config().use_bidirectional_attention == "vision"
-    return "windows" if is_vision else "nowhere"
-
-
-def _pooled(config: Any) -> float:
+def _patches_of_gemma3(config: Any) -> float:
     side = config.vision_config.image_size // config.vision_config.patch_size
     return float(side**2 / config.mm_tokens_per_image)
+
+
+def _both_ways_of_gemma4(config: Any) -> BothWays:
+    is_vision = config.get_text_config().use_bidirectional_attention == "vision"
+    return "windows" if is_vision else "nowhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +138,31 @@ class SeeingFamily:
 
     written: Callable[[FamilyFiles], Written]
     patches: Callable[[Any], float]
-    asked: Callable[[FamilyFiles], str] = _placeholder
-    both_ways: Callable[[Any], BothWays] = _nowhere
+    asked: Callable[[FamilyFiles], str] = lambda files: files.placeholder
+    both_ways: Callable[[Any], BothWays] = lambda config: "nowhere"
     caps_logits: bool = False
 
 
-_QWEN, _IDEFICS = SeeingFamily(_merged, _in_squares), SeeingFamily(_tiles_in_rows, _by_scale)
+_QWEN = SeeingFamily(
+    _merged_squares, patches=lambda config: float(config.vision_config.spatial_merge_size**2)
+)
+_IDEFICS = SeeingFamily(_tiles_in_rows, patches=lambda config: float(config.scale_factor**2))
 FAMILIES: Mapping[str, SeeingFamily] = {
-    "gemma3": SeeingFamily(_between_breaks, _pooled, _begin_mark, _everywhere),
-    "gemma4": SeeingFamily(_pooled_by_size, _in_pools, both_ways=_of_gemma_4, caps_logits=True),
+    "gemma3": SeeingFamily(
+        _between_breaks,
+        patches=_patches_of_gemma3,
+        # Its template writes the mark that begins a picture, and not the placeholder.
+        asked=lambda files: str(files.tokenizer.convert_ids_to_tokens(files.config.boi_token_id)),
+        both_ways=lambda config: "everywhere",
+    ),
+    "gemma4": SeeingFamily(
+        _pooled_by_size,
+        patches=lambda config: float(config.vision_config.pooling_kernel_size**2),
+        both_ways=_both_ways_of_gemma4,
+        caps_logits=True,
+    ),
     "idefics3": _IDEFICS,
-    "internvl": SeeingFamily(_tiles_in_a_row, _in_tiles),
+    "internvl": SeeingFamily(_tiles_in_a_row, patches=_patches_of_internvl),
     "qwen2_5_vl": _QWEN,
     "qwen2_vl": _QWEN,
     "qwen3_vl": _QWEN,

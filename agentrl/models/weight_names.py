@@ -155,7 +155,11 @@ class PublishedWeights(Mapping[str, "Tensor"]):
 
 
 def _layer(name: str) -> str:
-    """The layer that a weight belongs to: its name up to the first number."""
+    """The layer that a weight belongs to: its name up to the first number.
+
+    Example: `model.layers.3` of `model.layers.3.mlp.experts.0.gate_proj.weight`, and "" of
+    `lm_head.weight`.
+    """
     parts = name.split(".")
     return ".".join(parts[: next((i for i, part in enumerate(parts) if part.isdigit()), -1) + 1])
 

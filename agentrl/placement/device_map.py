@@ -154,15 +154,15 @@ def device_maps(
     Raises:
         ConfigError: there is none; says why.
     """
-    maps = _device_maps(config, request, inventory)
+    maps = _maps_of_mode(config, request, inventory)
     return [replace(devices, data_parallel=request.data_parallel) for devices in maps]
 
 
-def _device_maps(
+def _maps_of_mode(
     config: PlacementConfig, request: PlacementRequest, inventory: Inventory
 ) -> list[DeviceMap]:
     if config.lists:
-        return _with_time_sharing(_map_of_lists(config.lists, request, inventory))
+        return _with_time_sharing(_listed_map(config.lists, request, inventory))
     if not inventory.kind.is_gpu and config.name in ("auto", "local"):
         return [_local(request, inventory)]
     if not inventory.kind.is_gpu:
@@ -176,7 +176,7 @@ def _device_maps(
         return [_colocated_map(request, inventory, 1)]
     maps = []
     if config.name in ("auto", "colocated"):
-        for tensor_parallel in _splits(request, inventory):
+        for tensor_parallel in _replica_sizes(request, inventory):
             colocated = _colocated_map(request, inventory, tensor_parallel)
             maps += _with_time_sharing(colocated)
     if config.name in ("auto", "disaggregated"):
@@ -224,7 +224,7 @@ def _local(request: PlacementRequest, inventory: Inventory) -> DeviceMap:
     return DeviceMap("local", inventory, tuple(replicas))
 
 
-def _splits(request: PlacementRequest, inventory: Inventory) -> list[int]:
+def _replica_sizes(request: PlacementRequest, inventory: Inventory) -> list[int]:
     """The numbers of devices that a replica of the engine may have."""
     if request.tensor_parallel > 1:
         candidates: Sequence[int] = [request.tensor_parallel]
@@ -256,7 +256,7 @@ def _disaggregated_maps(request: PlacementRequest, inventory: Inventory) -> Iter
         else range(step, total, step)
     )
     for trainers in ranks:
-        for tensor_parallel in _splits(request, inventory):
+        for tensor_parallel in _replica_sizes(request, inventory):
             rest = total - trainers
             replicas = request.engines if request.engines > 1 else rest // tensor_parallel
             if replicas < 1 or replicas * tensor_parallel > rest:
@@ -270,7 +270,7 @@ def _disaggregated_maps(request: PlacementRequest, inventory: Inventory) -> Iter
             yield DeviceMap("disaggregated", inventory, (*engine, *trainer))
 
 
-def _map_of_lists(
+def _listed_map(
     lists: Mapping[Role, tuple[int, ...]], request: PlacementRequest, inventory: Inventory
 ) -> DeviceMap:
     needed: list[Role] = ["engine", "trainer"] if request.has_engine else ["trainer"]

@@ -228,7 +228,7 @@ def trainer_footprint(
     peaks = (
         _fsdp_peaks(facts, layout, shards, tokens)
         if layout.sums_blocks and ranks > 1
-        else [_peak_of_whole_model(facts, layout, tokens, whole=whole)]
+        else [_whole_model_peak(facts, layout, tokens, whole=whole)]
     )
     peak = max(peaks, key=lambda parts: sum(parts.values()))
     if layout.activation_offload and layout.recompute != "none" and "activations" in peak:
@@ -288,7 +288,7 @@ def _fsdp_peaks(
     ]
 
 
-def _peak_of_whole_model(
+def _whole_model_peak(
     facts: ModelFacts, layout: TrainerLayout, tokens: int, *, whole: bool
 ) -> dict[str, int]:
     """What other trainers hold besides the state."""
@@ -508,7 +508,7 @@ def engine_footprint(
     together = devices * layout.data_parallel > 1
     parts = {
         "weights": weights,
-        "step activations": _step_bytes(facts, layout, devices),
+        "step activations": _largest_step_bytes(facts, layout, devices),
         **process_parts(kind, assume, together=together, graphs=layout.graphs),
     }
     given = layout.kv_bytes or (None if kind.is_gpu else layout.kv_bytes_on_cpu)
@@ -526,7 +526,7 @@ def engine_footprint(
     return Footprint(parts)
 
 
-def _step_bytes(facts: ModelFacts, layout: EngineLayout, devices: int) -> int:
+def _largest_step_bytes(facts: ModelFacts, layout: EngineLayout, devices: int) -> int:
     """Bytes of an engine's largest step: in a layer, the residual stream and two inputs of
     matrices; queries, keys, values and what attention makes of them; gate, up and their product. Or
     those of the logits of a batch and their sampling.

@@ -83,19 +83,19 @@ def ask_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     """
     if not has_driver():
         return ()
-    listed = _entries(environ.get(_VISIBLE, ""))
+    listed = _split_list(environ.get(_VISIBLE, ""))
     if not any(entry.startswith("MIG-") for entry in listed):
-        return _answers(environ)
+        return _ask_torch(environ)
     with ThreadPoolExecutor(_PARTS_AT_ONCE) as pool:
-        answers = pool.map(lambda entry: _answers({**environ, _VISIBLE: entry}), listed)
+        answers = pool.map(lambda entry: _ask_torch({**environ, _VISIBLE: entry}), listed)
         return tuple(gpu for answer in answers for gpu in answer[:1])
 
 
-def _entries(listed: str) -> tuple[str, ...]:
+def _split_list(listed: str) -> tuple[str, ...]:
     return tuple(entry.strip() for entry in listed.split(",") if entry.strip())
 
 
-def _answers(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+def _ask_torch(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     # -P: the folder of the program has modules whose names others use too.
     command = [sys.executable, "-P", str(_QUESTION)]
     try:
@@ -132,7 +132,7 @@ def probe_machine(environ: Mapping[str, str], ask: AskGpus = ask_gpus) -> Machin
     return Machine(
         socket.gethostname(),
         ask(environ),
-        None if listed is None else _entries(listed),
+        None if listed is None else _split_list(listed),
         usable_cores(),
         usable_memory(),
         environ.get("OMP_NUM_THREADS", ""),
@@ -190,17 +190,18 @@ def inventory_of(reports: Sequence[NodeReport]) -> Inventory:
     """
     for report in reports:
         if len(report.machine.gpus) < report.counted:
+            listed = report.machine.visible
+            variable = "" if listed is None else f" (CUDA_VISIBLE_DEVICES={','.join(listed)})"
             raise ConfigError(
                 f"the cluster counts {report.counted} GPUs on {report.name}, and a process there"
-                f" sees {len(report.machine.gpus)}"
-                f"{_of_list(report.machine)}: start its node again with --num-gpus="
+                f" sees {len(report.machine.gpus)}{variable}: start its node again with --num-gpus="
                 f"{len(report.machine.gpus)}, or see what `nvidia-smi` says there"
             )
     gpus = [gpu for report in reports for gpu in report.machine.gpus[: report.counted]]
     if len({gpu.name for gpu in gpus}) > 1:
-        listed = "; ".join(f"{report.name} has {_kinds_on(report)}" for report in reports)
+        kinds = "; ".join(f"{report.name} has {_count_kinds(report)}" for report in reports)
         raise ConfigError(
-            f"the cluster has GPUs of several kinds, but a run needs a single kind: {listed}. Join"
+            f"the cluster has GPUs of several kinds, but a run needs a single kind: {kinds}. Join"
             " only nodes of one kind, or start a node with CUDA_VISIBLE_DEVICES and --num-gpus of"
             " one"
         )
@@ -216,11 +217,6 @@ def inventory_of(reports: Sequence[NodeReport]) -> Inventory:
     return _inventory(gpus, nodes)
 
 
-def _of_list(machine: Machine) -> str:
-    listed = machine.visible
-    return "" if listed is None else f" (CUDA_VISIBLE_DEVICES={','.join(listed)})"
-
-
-def _kinds_on(report: NodeReport) -> str:
+def _count_kinds(report: NodeReport) -> str:
     counts = Counter(gpu.name for gpu in report.machine.gpus[: report.counted])
     return " and ".join(f"{count} x {name}" for name, count in counts.items())

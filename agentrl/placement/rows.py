@@ -28,6 +28,10 @@ def pack_rows(tokens: Sequence[int], costs: Sequence[float], limit: int, ranks: 
     `tokens`, `costs`: of each sample; a cost is work in any unit. Takes n log n steps, and depends
     on nothing else than its arguments.
 
+    Example: samples of 9, 4, 3, 2 and 5 tokens, which cost as much, with the limit 8 and two ranks.
+    The first row is (9) and (5, 4), since beside the long sample there is room for 9 tokens; the
+    second is (3) and (2).
+
     Raises:
         ValueError: `limit` is below 1.
     """
@@ -35,22 +39,22 @@ def pack_rows(tokens: Sequence[int], costs: Sequence[float], limit: int, ranks: 
         raise ValueError(f"micro-batches hold 1 or more tokens, got {limit}")
     by_length = sorted(range(len(tokens)), key=lambda number: (tokens[number], -number))
     lengths = [tokens[number] for number in by_length]
-    left = _Left([costs[number] for number in by_length])
+    left = _Remaining([costs[number] for number in by_length])
     by_cost = sorted(range(len(tokens)), key=lambda place: (-left.cost(place), -place))
     rows: list[Row] = []
     for head in by_cost:
         if left.cost(head) < _TAKEN:
-            row = _fill(head, lengths, left, limit, ranks)
+            row = _fill_row(head, lengths, left, limit, ranks)
             rows.append([[by_length[place] for place in one] for one in row if one])
     rows.sort(key=lambda row: tokens[row[0][0]] <= limit)
     long = sum(tokens[row[0][0]] > limit for row in rows)
-    even = _spread(rows[long:], tokens, costs, limit, ranks) if ranks > 1 else None
+    even = _spread_evenly(rows[long:], tokens, costs, limit, ranks) if ranks > 1 else None
     if even and time_of(even, costs) < time_of(rows[long:], costs):
         return [*rows[:long], *even]
     return rows
 
 
-def _fill(head: int, lengths: Sequence[int], left: "_Left", limit: int, ranks: int) -> Row:
+def _fill_row(head: int, lengths: Sequence[int], left: "_Remaining", limit: int, ranks: int) -> Row:
     """Take a row from what is left. Everything is named by its place in the order of lengths."""
     room = max(limit, lengths[head])
     most = left.cost(head) if lengths[head] > limit else _NO_BOUND
@@ -69,7 +73,7 @@ def _fill(head: int, lengths: Sequence[int], left: "_Left", limit: int, ranks: i
     return row
 
 
-def _spread(
+def _spread_evenly(
     rows: Sequence[Row], tokens: Sequence[int], costs: Sequence[float], limit: int, ranks: int
 ) -> list[Row] | None:
     """The same samples in as many rows, each sample, the costliest first, in the cheapest
@@ -90,11 +94,10 @@ def _spread(
 
 def time_of(rows: Sequence[Row], costs: Sequence[float]) -> float:
     """The time of rows, of which each takes as long as its costliest part."""
-    return sum(_slowest(row, costs) for row in rows)
-
-
-def _slowest(row: Row, costs: Sequence[float]) -> float:
-    return max(sum(map(costs.__getitem__, part)) for part in row)
+    slowest = []
+    for row in rows:
+        slowest.append(max(sum(map(costs.__getitem__, part)) for part in row))
+    return sum(slowest)
 
 
 def lockstep_ratio(costs: Sequence[Sequence[float]], ranks: int) -> float:
@@ -105,7 +108,7 @@ def lockstep_ratio(costs: Sequence[Sequence[float]], ranks: int) -> float:
     return max(1.0, sum(max(row) for row in costs) / ideal) if ideal else 1.0
 
 
-class _Left:
+class _Remaining:
     """The costs of samples in the order of their lengths, of which some are taken: a tree of
     minima.
     """

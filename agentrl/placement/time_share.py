@@ -161,8 +161,8 @@ class TimeSharing:
         self._seconds = seconds
         self._weights_fit = weights_fit
         self._freed: dict[str, int] = {}
-        self._of_weights: int | None = None  # bytes of what the engine's sleep has freed
-        self._of_step = 0  # bytes that the trainer has freed before it sleeps
+        self._weight_bytes: int | None = None  # bytes of what the engine's sleep has freed
+        self._step_bytes = 0  # bytes that the trainer has freed before it sleeps
         self._turns: set[object] = set()  # blocks of `training` that are open
         self._updates: set[object] = set()  # and of `updating`
         self._one_switch = asyncio.Lock()
@@ -197,9 +197,10 @@ class TimeSharing:
             if self.state == "updating":
                 await self._interrupt_update()
             elif self.state != "training":
-                await self._to_training()
+                await self._switch(self._engine, self._trainer, "generating", "training")
+                self._step_bytes = 0
             self._turns.add(turn)
-        async with self._ended(self._turns, turn):
+        async with self._open_block(self._turns, turn):
             yield
 
     @asynccontextmanager
@@ -219,13 +220,14 @@ class TimeSharing:
             async with self._one_switch:
                 if self.state != "generating":
                     await self._begin_update()
+                # The turns around this block end here: nothing may train on while weights go.
                 self._turns.clear()
                 self._updates.add(own_turn)
-            async with self._ended(self._updates, own_turn):
+            async with self._open_block(self._updates, own_turn):
                 yield
 
     @asynccontextmanager
-    async def _ended(self, blocks: set[object], block: object) -> AsyncIterator[None]:
+    async def _open_block(self, blocks: set[object], block: object) -> AsyncIterator[None]:
         """After it, remove a block from those that are open, and go where the others want to be.
         A switch inside that has failed, and was undone, is not tried again.
         """
@@ -239,9 +241,9 @@ class TimeSharing:
             blocks.discard(block)
             async with self._one_switch:
                 if not is_switch_failed:
-                    await self._follow()
+                    await self._go_where_blocks_want()
 
-    async def _follow(self) -> None:
+    async def _go_where_blocks_want(self) -> None:
         """Go to the state that the open blocks want."""
         if self._turns or self.state == "generating":
             return
@@ -255,11 +257,6 @@ class TimeSharing:
             raise TimeShareError(f"cannot begin an update: the state is {self.state}")
         await (self._to_updating() if self._weights_fit else self._to_generating())
 
-    async def _to_training(self) -> None:
-        """Put the engine to sleep, and wake the trainer."""
-        await self._switch(self._engine, self._trainer, "generating", "training")
-        self._of_step = 0
-
     async def _to_generating(self) -> None:
         """Put the trainer to sleep, and wake the engine, or the rest of it."""
         if self.state not in ("training", "updating"):
@@ -271,10 +268,10 @@ class TimeSharing:
         self.state = "switching"
         try:
             freed = _sum(await self._call(self._trainer, "free_step_memory"))
-            self._of_step = max(self._of_step, freed or 0)  # more, if it was not interrupted
+            self._step_bytes = max(self._step_bytes, freed or 0)  # more, if it was not interrupted
             missing = await self._missing(self._engine, self._needs_for_weights)
             if missing is None:
-                self._of_weights = _sum(await self._call(self._engine, "wake_weights"))
+                self._weight_bytes = _sum(await self._call(self._engine, "wake_weights"))
         except TimeShareError as error:
             await self._undo("training", (self._engine, "sleep"), (self._trainer, "wake"))
             raise self._with_state(error) from error
@@ -354,12 +351,12 @@ class TimeSharing:
         """Put a side to sleep, and note how much memory that has freed."""
         freed = _sum(await self._call(turn, "sleep"))
         if freed is not None:
-            before = self._of_step if turn is self._trainer else 0
+            before = self._step_bytes if turn is self._trainer else 0
             self._freed[turn.name] = freed + before
 
     @property
     def _needs_for_weights(self) -> int:
-        measured = self._of_weights
+        measured = self._weight_bytes
         return self._engine.planned_weights if measured is None else measured
 
     async def _check_memory(self, turn: Tenant, *, weights_are_there: bool = False) -> None:

@@ -66,7 +66,7 @@ def what_fits(
     ways = [" ".join(change.settings) for change in alone]
     if not ways:
         together = _drop_unneeded(
-            config, inventory, facts, _together(config, inventory, facts, changes) or []
+            config, inventory, facts, _combine(config, inventory, facts, changes) or []
         )
         ways = (
             [" ".join(setting for change in together for setting in change.settings)]
@@ -77,7 +77,7 @@ def what_fits(
     return [*ways, *(devices[:1] if ways else devices)]
 
 
-def _together(
+def _combine(
     config: RunConfig,
     inventory: Inventory,
     facts: ModelFacts,
@@ -102,7 +102,7 @@ def _together(
     for less, changed, change in sorted(tried, key=lambda entry: entry[0])[:_MAX_TRIED_CHANGES]:
         if changed is not None and less < filled:
             others = [other for other in changes if not other.keys & change.keys]
-            rest = _together(changed, inventory, facts, others, most - 1)
+            rest = _combine(changed, inventory, facts, others, most - 1)
             if rest is not None:
                 return [change, *rest]
     return None
@@ -114,17 +114,12 @@ def _drop_unneeded(
     """Changes that make a config fit, without those that later ones made unnecessary."""
     for change in changes:
         fewer: list[Change] = [other for other in changes if other is not change]
-        if _memory_share(_all_of(fewer, config), inventory, facts) <= 1:
+        changed: RunConfig | None = config
+        for other in fewer:
+            changed = None if changed is None else other.apply(changed)
+        if _memory_share(changed, inventory, facts) <= 1:
             return _drop_unneeded(config, inventory, facts, fewer)
     return changes
-
-
-def _all_of(changes: list[Change], config: RunConfig) -> RunConfig | None:
-    """The config with all changes; None if one of them changes nothing."""
-    changed: RunConfig | None = config
-    for change in changes:
-        changed = None if changed is None else change.apply(changed)
-    return changed
 
 
 def _other_devices(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> list[str]:

@@ -111,7 +111,7 @@ def with_measured(config: RunConfig, measurements: Measured, inventory: Inventor
     )
     # Else rollouts overlap with training, and only the rest was measured.
     if measurements.config.rollout.max_staleness == 0:
-        factor = _seconds(measurements, stages, devices) / measurements.rollout
+        factor = _simulated_seconds(measurements, stages, devices) / measurements.rollout
         assume = assume.model_copy(
             update={
                 "engine_flops": was.engine_flops * factor,
@@ -121,7 +121,7 @@ def with_measured(config: RunConfig, measurements: Measured, inventory: Inventor
         )
     # Last, since weights are copied within the memory that the engine reads.
     stages = replace(stages, assume=assume)
-    assume = assume.model_copy(update=_speeds_of_updates(measurements, stages, devices))
+    assume = assume.model_copy(update=_update_speeds(measurements, stages, devices))
     return config.model_copy(
         update={
             "placement": config.placement.model_copy(update={"assume": assume}),
@@ -130,9 +130,7 @@ def with_measured(config: RunConfig, measurements: Measured, inventory: Inventor
     )
 
 
-def _speeds_of_updates(
-    measurements: Measured, stages: Stages, devices: DeviceMap
-) -> dict[str, float]:
+def _update_speeds(measurements: Measured, stages: Stages, devices: DeviceMap) -> dict[str, float]:
     """`Assumptions.updates`, and in turns `switches`: half of the switches are measured, the way
     back.
     """
@@ -163,7 +161,7 @@ def _episodes(work: Workload, config: RunConfig) -> dict[str, object]:
     }
 
 
-def _seconds(measurements: Measured, stages: Stages, devices: DeviceMap) -> float:
+def _simulated_seconds(measurements: Measured, stages: Stages, devices: DeviceMap) -> float:
     """Seconds of the run's rollout of one step in the simulation, at the assumed speeds."""
     simulation = measurements.config.simulation.model_copy(
         update=_episodes(measurements.work, measurements.config)

@@ -234,7 +234,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
     """The memory of each device that is used."""
     kind = devices.inventory.kind
     ranks = len(devices.of("trainer"))
-    trainer = _learners(stages, work, devices)
+    trainer = _trainer_process(stages, work, devices)
     engine = engine_footprint(
         stages.facts,
         stages.engine,
@@ -244,7 +244,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
         assume=stages.assume,
     )
     moved = stages.update(devices) if devices.of("engine") and ranks else BytesMoved(0)
-    published = _published(moved, devices)
+    published = _published_in_host(moved, devices)
     replicas: dict[int, Counter[str]] = {}
     for replica in devices.replicas:
         for device in replica.devices:
@@ -254,7 +254,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
         counts = replicas.get(device, Counter())
         counts["engine"] *= 1 + stages.frozen
         awake = {
-            role: _times(size, counts[role])
+            role: _scaled(size, counts[role])
             for role, size in (("engine", engine), ("trainer", trainer))
             if counts[role]
         }
@@ -270,6 +270,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
             transfer = _at_transfer(awake) + moved.held + moved.received
             host_parts.update(_asleep_in_host(stages, awake))
         peak = _peak(awake, asleep)
+        # A transfer that does not fit never happens: the trainer sleeps first.
         if transfer is not None and transfer <= limit:
             peak = max(peak, transfer)
         if not kind.is_gpu:
@@ -289,7 +290,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
     return tuple(device_loads)
 
 
-def _published(moved: BytesMoved, devices: DeviceMap) -> Mapping[int, Counter[str]]:
+def _published_in_host(moved: BytesMoved, devices: DeviceMap) -> Mapping[int, Counter[str]]:
     """Bytes in the host's memory of new weights, by the device that they count with: what each rank
     on the machine of the first one holds while it writes files, and the files.
     """
@@ -346,7 +347,7 @@ def _asleep_in_host(stages: Stages, awake: Mapping[str, Footprint]) -> dict[str,
     return {use: size for use, size in sizes.items() if size}
 
 
-def _learners(stages: Stages, work: Workload, devices: DeviceMap) -> Footprint:
+def _trainer_process(stages: Stages, work: Workload, devices: DeviceMap) -> Footprint:
     """The trainer at its peak, with the memory that reference and critic hold meanwhile on the same
     device. Each is a process of its own.
     """
@@ -373,7 +374,7 @@ def _learners(stages: Stages, work: Workload, devices: DeviceMap) -> Footprint:
     return Footprint(dict(parts), dict(host_parts))
 
 
-def _times(size: Footprint, count: int) -> Footprint:
+def _scaled(size: Footprint, count: int) -> Footprint:
     return Footprint(
         {use: count * part for use, part in size.parts.items()},
         {use: count * part for use, part in size.host_parts.items()},

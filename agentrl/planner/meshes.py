@@ -81,7 +81,7 @@ def mesh_choice(
     options = {
         tuple(sizes.values()): option
         for sizes in (written, *_sizes(axes, ranks, facts))
-        if (option := _option(config, facts, work, devices, sizes)) is not None
+        if (option := _mesh_option(config, facts, work, devices, sizes)) is not None
     }
     own = options.pop(tuple(written.values()))
     others = sorted(options.values(), key=lambda one: (bool(one.problems), one.train.total))
@@ -112,7 +112,7 @@ def _sizes(axes: list[str], ranks: int, facts: ModelFacts) -> Iterator[Mapping[s
         yield sizes
 
 
-def _option(
+def _mesh_option(
     config: RunConfig,
     facts: ModelFacts,
     work: Workload,

@@ -31,12 +31,12 @@ def print_plan(plan: Plan, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    console.print(_map(plan))
-    console.print(_memory(plan))
-    console.print(_step(plan))
-    console.print(_update(plan))
+    console.print(_map_table(plan))
+    console.print(_memory_table(plan))
+    console.print(_step_table(plan))
+    console.print(_update_table(plan))
     if plan.meshes is not None and plan.meshes.others:
-        console.print(_meshes(plan.meshes))
+        console.print(_mesh_table(plan.meshes))
     if plan.advice is not None:
         console.print(_advice(plan.advice), highlight=False, soft_wrap=True)
     console.print(f"[bold]why[/bold]  {plan.reason}\n", highlight=False, soft_wrap=True)
@@ -59,7 +59,7 @@ def _table(*columns: str, title: str) -> Table:
     return table
 
 
-def _map(plan: Plan) -> Table:
+def _map_table(plan: Plan) -> Table:
     table = _table("role", "replicas", "devices", "nodes", title=f"map: {plan.devices.mode}")
     roles: tuple[Role, ...] = ("engine", "trainer")
     for role in roles:
@@ -77,7 +77,7 @@ def _map(plan: Plan) -> Table:
     return table
 
 
-def _memory(plan: Plan) -> Table:
+def _memory_table(plan: Plan) -> Table:
     """Devices grouped by equal load: what each role holds while it is awake, and the peak."""
     table = _table("devices", "role", "GiB", "of which", title="\nmemory of each device")
     same: dict[tuple[int, ...], list[DeviceLoad]] = {}
@@ -116,7 +116,7 @@ def _parts(footprint: Footprint) -> str:
     )
 
 
-def _step(plan: Plan) -> Table:
+def _step_table(plan: Plan) -> Table:
     step = plan.step
     table = _table("stage", "seconds", "share", title="\npredicted step")
     stages = (("rollout (waiting)", step.rollout), ("train", step.train), ("switch", step.switch))
@@ -127,7 +127,7 @@ def _step(plan: Plan) -> Table:
     return table
 
 
-def _update(plan: Plan) -> Table:
+def _update_table(plan: Plan) -> Table:
     """What an update of the engines' weights moves, in the order in which it happens."""
     size, seconds = plan.update.size / GIB, plan.step.weights
     title = f"\nnew weights: {size:,.2f} GiB by {plan.transport}, {seconds:,.2f} s"
@@ -146,7 +146,7 @@ def _update(plan: Plan) -> Table:
     return table
 
 
-def _meshes(choice: MeshChoice) -> Table:
+def _mesh_table(choice: MeshChoice) -> Table:
     """The mesh of the config, and the best others."""
     title = f"\nmesh of the trainer's {choice.ranks} ranks"
     table = _table(

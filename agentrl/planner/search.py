@@ -59,7 +59,7 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
         key=lambda candidate: candidate.rough,
     )
     if not fitting:
-        raise ConfigError(_refusal(config, inventory, facts, looked_at))
+        raise ConfigError(_explain_refusal(config, inventory, facts, looked_at))
     simulated = [
         _simulate_candidate(config, stages, work, candidate)
         for candidate in fitting[:_MAX_SIMULATED_CANDIDATES]
@@ -80,7 +80,7 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
         chosen.step,
         stages.transport(chosen.devices),
         stages.update(chosen.devices),
-        _reason(config, simulated, len(fitting), len(looked_at)),
+        _explain_choice(config, simulated, len(fitting), len(looked_at)),
         (*simulated, *fitting[_MAX_SIMULATED_CANDIDATES:], *unfit),
         choices[0],
         _advise(config, facts, work, simulated, choices),
@@ -100,11 +100,11 @@ def _check_context(config: RunConfig, facts: ModelFacts) -> None:
 
 def _examine(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap) -> Candidate:
     fit = fit_of(stages, work, devices)
-    rough = 0.0 if fit.problems else _rough(config, stages, work, devices)
+    rough = 0.0 if fit.problems else _rough_seconds(config, stages, work, devices)
     return Candidate(devices, fit.share, fit.problems, rough)
 
 
-def _rough(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap) -> float:
+def _rough_seconds(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap) -> float:
     """Seconds of a step, with all replicas of the engine decoding full batches all the time."""
     busy = stages.train(work, devices).total
     extra = stages.update_seconds(devices) + stages.switch_seconds(devices)
@@ -183,7 +183,9 @@ def _advise(
     return best
 
 
-def _reason(config: RunConfig, simulated: list[Candidate], fitting: int, all_maps: int) -> str:
+def _explain_choice(
+    config: RunConfig, simulated: list[Candidate], fitting: int, all_maps: int
+) -> str:
     if config.placement.lists:
         return "the config lists the devices"
     if all_maps == 1:
@@ -200,7 +202,7 @@ def _reason(config: RunConfig, simulated: list[Candidate], fitting: int, all_map
     )
 
 
-def _refusal(
+def _explain_refusal(
     config: RunConfig, inventory: Inventory, facts: ModelFacts, looked_at: list[Candidate]
 ) -> str:
     """The error message: what does not fit on the closest map, and what would."""
