@@ -60,7 +60,7 @@ class FsdpTrainer(GroupTrainer):
         there, if the devices are GPUs."""
 
         @model_validator(mode="after")
-        def _ranks_make_a_mesh(self) -> Self:
+        def _check_mesh(self) -> Self:
             group = self.context_parallel * self.tensor_parallel
             each = self.replicas * group
             if self.world_size % each:

@@ -91,7 +91,7 @@ class EngineDoor:
     async def _generate(self, name: str, request: "GenerateRequest") -> ReplicaAnswer:
         while not self._released.is_set():
             await self._released.wait()
-        holds = self._holds
+        holds = self._holds  # a count: the door may be held and released before the answer
         self._live += 1
         try:
             completion = await self._engine.generate(request)

@@ -107,6 +107,7 @@ class ThreadWorker:
     async def stop(self) -> None:
         """End the thread when it has finished its current call, without blocking the event loop."""
         with suppress(RuntimeError):  # it is stopped already
+            # A call of nothing, which comes after all others.
             await asyncio.wrap_future(self.executor.submit(int))
         self.executor.shutdown(wait=False)
 

@@ -298,6 +298,7 @@ class LocalEngine(Engine):
             stops=self._tokenizer.stop_texts(request),
         )
         self._arrivals += 1
+        # A running mean: of all requests so far, later of about the last so many.
         self._later_turns += ((request.known > 0) - self._later_turns) / min(
             self._arrivals, _TURN_AVERAGE_REQUESTS
         )

@@ -358,7 +358,7 @@ class PackedModel:
             ConfigError: the model needs a kind of attention that this engine does not support.
         """
         self._model = _load(folder, dtype, device, trust_remote_code)
-        self._device = device
+        self.device = device
         self._dtype = dtype
         self._max_slots = max_slots
         self._names = WeightNames.of(self._model)
@@ -437,6 +437,7 @@ class PackedModel:
             if not sampled:
                 return []
             drawn = self._sample(logits_RV, [row for _, row in sampled])
+        # Drawn in the order of blocks, and wanted in that of `rows`.
         by_slot = {row.slot: one for (_, row), one in zip(sampled, drawn, strict=True)}
         return [by_slot[row.slot] for row in rows if row.sample]
 
@@ -458,6 +459,7 @@ class PackedModel:
         budget = min(_SCORED_TOKENS, max(64, _SCORED_LOGITS // self.vocab_size))
         found: list[list[FloatArray]] = [[] for _ in requests]
         with torch.inference_mode():
+            # The chunks of a request follow one another: each attends to the KV of those before.
             for rows in _chunks(requests, budget):
                 blocks = _blocks(rows)
                 order = [row for block in blocks for row in block]
@@ -479,11 +481,6 @@ class PackedModel:
                 ):
                     found[row.slot].append(own_R)
         return [floats(np.concatenate(pieces)) for pieces in found]
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        return self._device
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -592,7 +589,7 @@ class PackedModel:
         """Free the KV cache, and move the weights to host memory; returns the bytes freed on the
         device.
         """
-        on_gpu = self._device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         freed_bytes = self.kv_bytes
         if on_gpu:
             freed_bytes += sum(weight.nbytes for weight in self._model.parameters())
@@ -611,9 +608,9 @@ class PackedModel:
         moved_bytes = sum(
             weight.nbytes
             for weight in self._model.parameters()
-            if weight.device.type != self._device.type
+            if weight.device.type != self.device.type
         )
-        self._model.to(self._device)
+        self._model.to(self.device)
         return moved_bytes or None
 
     def _forget_pictures(self) -> None:
@@ -859,7 +856,7 @@ class PackedModel:
                 noise_keys(seeds, np.asarray([row.position for row in rows], dtype=np.uint64))
             )
         temperature_R = torch.tensor(
-            [row.sampling.temperature for row in rows], dtype=torch.float32, device=self._device
+            [row.sampling.temperature for row in rows], dtype=torch.float32, device=self.device
         )
         params = [row.sampling for row in rows]
         truncation = None
@@ -868,7 +865,7 @@ class PackedModel:
                 (one.top_k, one.top_p, one.min_p) if one.truncated else (0, 1.0, 0.0)
                 for one in params
             ]
-            truncation = Truncation.of(shares, self._device)
+            truncation = Truncation.of(shares, self.device)
         tokens_R, logprobs_R, all_RV = self._sampler.sample(
             logits_RV, temperature_R, keys_R, truncation
         )
@@ -881,7 +878,7 @@ class PackedModel:
         return [Drawn(*one) for one in drawn]
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return torch.from_numpy(array).to(self.device)
 
 
 def _blocks(rows: Sequence[StepRow]) -> list[list[StepRow]]:

@@ -496,6 +496,7 @@ class Router(Engine):
         if not self._replaces or any(replica.number == number for replica in self._replicas):
             raise ValueError(f"no engine {number} can be added here")
         if self._published is not None:
+            # Before anything starts: weights that only live engines had cannot be given to it.
             try:
                 await shipment_of(self._published[0]).at_rest()
             except WeightsError as gone:
@@ -586,6 +587,7 @@ class Router(Engine):
         if replica.watch is not None:
             replica.watch.cancel()
         if replica.dead is None:
+            # Its counts stay in the sums of `stats`, so that rates do not fall below zero.
             done = replica.engine.stats()
             replica.dead = EngineDeadError(f"engine {replica.number} was removed")
             self._removed = _sum_of(

@@ -29,7 +29,7 @@ class SpeculativeSettings(Settings):
     """GPUs that the draft model is split over; by default as many as the model."""
 
     @model_validator(mode="after")
-    def _fits_the_method(self) -> Self:
+    def _check_method(self) -> Self:
         if self.shortest_match > self.longest_match:
             raise ValueError(
                 f"shortest_match={self.shortest_match} is above longest_match={self.longest_match}"

@@ -126,13 +126,13 @@ class VllmSettings(Settings):
 
     @field_validator("args")
     @classmethod
-    def _are_arguments_of_vllm(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _check_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         if problems := list(argument_problems(arguments)):
             raise ValueError("; ".join(problems))
         return arguments
 
     @model_validator(mode="after")
-    def _can_be_computed(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.quantization is not None and self.dtype == "float32":
             raise ValueError(
                 f"quantization={self.quantization} needs products in bfloat16: write dtype=bfloat16"

@@ -156,6 +156,7 @@ def check_attention(model: Any, together: States) -> None:
             ]
     for found_TH, alone_TH in zip(found, alone, strict=True):
         difference = float((found_TH.float() - alone_TH.float()).norm() / alone_TH.float().norm())
+        # Wide in bfloat16, which rounds otherwise in other batches. (Not `>=`: NaN is refused.)
         if not difference < (1e-3 if alone_TH.dtype == torch.float32 else 0.2):
             raise ConfigError(
                 f"{name} computes other hidden states for sequences that are computed together than"

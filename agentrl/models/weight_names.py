@@ -112,6 +112,7 @@ class WeightNames:
         rules: dict[str, Any] = {}
         for name in sorted(published, key=dot_natural_key):  # experts in the order of their numbers
             own, pattern = rename_source_key(name, renamings, converters, prefix, known)
+            # A renaming for older folders must not rename what the model has as it is.
             if own not in known and name in known:
                 own, pattern = name, None
             if own not in rules:

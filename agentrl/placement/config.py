@@ -147,7 +147,7 @@ class PlacementConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_list_in_braces_is_quoted(cls, raw: Any) -> Any:
+    def _refuse_split_list(cls, raw: Any) -> Any:
         if isinstance(raw, Mapping) and any(re.fullmatch(r"[\d\s-]+", str(key)) for key in raw):
             raise ValueError(
                 'YAML has cut a list of devices at its comma: quote it, {engine: "0-5", trainer:'
@@ -156,7 +156,7 @@ class PlacementConfig(Settings):
         return raw
 
     @model_validator(mode="after")
-    def _a_mode_or_lists(self) -> Self:
+    def _check_mode_or_lists(self) -> Self:
         if self.lists and self.name != "auto":
             raise ValueError(
                 f"the mode is {self.name}, but devices are listed too: write a mode or lists, not"

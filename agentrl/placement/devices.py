@@ -178,6 +178,7 @@ def _less(known: float, estimate: float) -> float:
 
 def _product_of(words: frozenset[str]) -> DeviceKind | None:
     """The product in the table whose words are all in a name; of several, the one with most."""
+    # "NVIDIA H100 NVL" has the words of both H100 and H100-NVL.
     fitting = [kind for kind in _GPUS if set(kind.name.split("-")) <= words]
     return max(fitting, key=lambda kind: kind.name.count("-"), default=None)
 

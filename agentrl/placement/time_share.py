@@ -112,15 +112,7 @@ class NoSharing:
         """Change nothing: engine and trainer are awake."""
         yield
 
-    @asynccontextmanager
-    async def updating(self) -> AsyncIterator[None]:
-        """Changes nothing."""
-        yield
-
-    @asynccontextmanager
-    async def starting(self) -> AsyncIterator[None]:
-        """Changes nothing."""
-        yield
+    updating = starting = training
 
 
 @dataclass(frozen=True, slots=True)

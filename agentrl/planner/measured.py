@@ -150,6 +150,7 @@ def _episodes(work: Workload, config: RunConfig) -> dict[str, object]:
     """The measured episodes as settings of the simulation; tokens beyond the prompt are the later
     observations.
     """
+    # At most half of what was observed is taken for the first prompt.
     first = min(config.simulation.prompt_tokens, round(work.observed / 2)) or 1
     later = (work.observed - first) / max(1e-9, work.turns - 1) if work.turns > 1 else 1
     answer = Constant(value=work.sampled / work.turns)

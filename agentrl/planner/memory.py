@@ -332,7 +332,7 @@ def _asleep_in_host(stages: Stages, awake: Mapping[str, Footprint]) -> dict[str,
     """
     helpers = {
         "sleeping reference": awake["trainer"].parts.get("reference", 0),
-        # Gradients do not sleep: 4 of the bytes of each parameter.
+        # Gradients do not sleep: 4 of the bytes of each parameter (weight, gradient, two moments).
         "sleeping critic": awake["trainer"].parts.get("critic", 0),
     }
     if stages.critic is not None:

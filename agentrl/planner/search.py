@@ -113,6 +113,7 @@ def _rough_seconds(config: RunConfig, stages: Stages, work: Workload, devices: D
         return busy + extra
     engine = stages.simulated_engine(work, devices, config.simulation.engine)
     live = max(1.0, min(engine.slots, work.episodes / replicas))
+    # Each request beyond the first slows a step down; a step samples a token for each of them.
     step = engine.seconds_per_token * (1 + engine.slowdown * (live - 1))
     rollout = work.episodes * work.sampled / replicas / live * step
     overlap = config.rollout.max_staleness > 0 and not devices.time_shared

@@ -1,7 +1,7 @@
 """Weights that differ from a model folder by low-rank updates, as a LoRA trainer publishes them."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +37,8 @@ class LowRank(Mapping[str, "Tensor"]):
 
     base: Path
     factors: Mapping[str, Factors]
+    _opened: dict[Path, Any] = field(init=False, repr=False, default_factory=dict)
+    """The files that were read from: the header of a large one takes long to read."""
 
     def __getitem__(self, name: str) -> "Tensor":
         from safetensors import safe_open
@@ -70,11 +72,6 @@ class LowRank(Mapping[str, "Tensor"]):
 
     def __reduce__(self) -> tuple[type["LowRank"], tuple[Path, Mapping[str, Factors]]]:
         return LowRank, (self.base, self.factors)
-
-    @cached_property
-    def _opened(self) -> dict[Path, Any]:
-        """The files that were read from: the header of a large one takes long to read."""
-        return {}
 
     @cached_property
     def _files(self) -> Mapping[str, Path]:

@@ -155,6 +155,7 @@ def _sum(bucket: BucketPlan, buffer: "Tensor", label: str) -> "Tensor":
     """The sum of the bytes, and of a digest of the label, as numbers of 64 bits, modulo 2**64."""
     import torch
 
+    # With the label, equal weights of two versions have different sums.
     digest = hashlib.blake2b(label.encode(), digest_size=_SUM_BYTES).digest()
     own = int.from_bytes(digest, "little", signed=True)
     return buffer[: bucket.weight_bytes].view(torch.int64).sum(0, keepdim=True).add_(own)

@@ -54,15 +54,18 @@ class DividedExperts:
         received_R = torch.empty_like(sent_R)
         # The sizes first: each rank has to know how much comes before it can make room for it.
         dist.all_to_all_single(received_R, sent_R, group=self.group.group)
-        route = _Route(self.group.group, *torch.stack([sent_R, received_R]).tolist())
+        sent, received = torch.stack([sent_R, received_R]).tolist()
         # Numbers as the receiving rank counts; those outside 0 to `count` are other ranks' experts.
         here_NK = chosen_SK.index_select(0, tokens_N) - (ranks_N * self.count)[:, None]
-        parts_MH = self._compute_own(
-            route.to_owners(hidden_SH.index_select(0, tokens_N)),
-            route.to_owners(here_NK),
-            route.to_owners(weights_SK.index_select(0, tokens_N)),
-        )
-        return _sum_rows(route.back(parts_MH), tokens_N, len(hidden_SH))
+        hidden_NH = hidden_SH.index_select(0, tokens_N)
+        weights_NK = weights_SK.index_select(0, tokens_N)
+        group = self.group.group
+        arrived = [
+            _exchange(rows_N, group, sent, received) for rows_N in (hidden_NH, here_NK, weights_NK)
+        ]
+        parts_MH = self._compute_own(*arrived)
+        parts_NH = _exchange(parts_MH, group, received, sent)  # back to where each came from
+        return _sum_rows(parts_NH, tokens_N, len(hidden_SH))
 
     def _compute_own(self, hidden_MH: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> Tensor:
         """The part of this rank's experts in the sums of the tokens that came."""
@@ -86,26 +89,12 @@ def _sum_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
     return empty.index_add(0, places, rows.float()).to(rows.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """An exchange of rows: how many go to each rank, and how many come from it."""
-
-    group: dist.ProcessGroup
-    sent: list[int]
-    received: list[int]
-
-    def to_owners(self, rows_N: Tensor) -> Tensor:
-        """Send tokens to the ranks of their experts, (N, ...) to (M, ...); differentiable."""
-        return _exchange(rows_N, self.group, self.sent, self.received)
-
-    def back(self, rows_M: Tensor) -> Tensor:
-        """Send results back, (M, ...) to (N, ...); differentiable."""
-        return _exchange(rows_M, self.group, self.received, self.sent)
-
-
 def _exchange(
     rows: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]
 ) -> Tensor:
+    """Send so many `rows` to each rank of a group, and return those that come from each;
+    differentiable.
+    """
     found: Tensor = _Exchange.apply(rows, group, sent, received)  # type: ignore[no-untyped-call]
     return found
 

@@ -111,7 +111,7 @@ class _Tensors:
             try:
                 self.copies.append(Piece(piece.name, piece.start, _copy(piece.values)))
             except BaseException:
-                self.lent.append(piece)
+                self.lent.append(piece)  # for the other thread, or a later attempt
                 raise
 
     def write(self, checkpoint: Path, rank: int) -> None:

@@ -22,6 +22,7 @@ from agentrl.protocols.weight_source import in_format
 from agentrl.trainers.compute.context import ContextGroup, check_heads
 from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.compute.fp8 import use_fp8
+from agentrl.trainers.compute.recomputation import blocks_of
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.expert_shards import ExpertShards, check_experts, divide_experts
 from agentrl.trainers.rank.gradient_norms import squares
@@ -120,13 +121,11 @@ def _shard(
         # The router's weights of experts stay as precise as it made them.
         own = {"mesh": groups.experts, "mp_policy": replace(policy, cast_forward_inputs=False)}
         fully_shard(of_layer, **{**options, **own})
-    blocks = set(model.model._no_split_modules or ())
-    for module in model.model.modules():
-        if type(module).__name__ in blocks:
-            # A frozen tower has no backward pass, for which its blocks could stay.
-            trains = any(parameter.requires_grad for parameter in module.parameters())
-            own = {} if trains or config.lora else {"reshard_after_forward": True}
-            fully_shard(module, **{**options, **own})
+    for block in blocks_of(model.model):
+        # A frozen tower has no backward pass, for which its blocks could stay.
+        trains = any(parameter.requires_grad for parameter in block.parameters())
+        own = {} if trains or config.lora else {"reshard_after_forward": True}
+        fully_shard(block, **{**options, **own})
     # The backward pass begins with the head: what is outside of blocks stays until then.
     fully_shard(model, **{**options, "reshard_after_forward": False})
     for module in _fsdp_modules(model):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from agentrl.batch import TrainingSample, collate
 from agentrl.errors import ConfigError
-from agentrl.models.attention_check import check_attention, check_context, check_kind
+from agentrl.models.attention_check import check_context, check_kind
 from agentrl.models.last_layer import compute_only_needed
 from agentrl.models.routing import Balance, layers_with_experts, take_choices
 from agentrl.models.source import here
@@ -30,7 +30,6 @@ from agentrl.trainers.compute.forward import (
     check_choices,
     compute_logprobs_in,
     scaling_of,
-    states_together,
     to_device,
     token_logprobs,
     token_values,
@@ -98,15 +97,6 @@ class Predictor(nn.Module):
 
     def prepare(self) -> None:
         """What has to be done once before all else, with the weights in place."""
-
-    def check_attention(self) -> None:
-        """Compare the attention with transformers' own (`agentrl/models/attention_check.py`), with
-        all weights in place.
-
-        Raises:
-            ConfigError: they differ.
-        """
-        check_attention(self.model, partial(states_together, self.model))
 
     def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
         """See `forward`."""
@@ -234,6 +224,7 @@ def make_model(
     if spec.routing != "off":
         _use_engine_choices(model, spec)
     stored, before = stored_tensors(model), state_by_name(model)
+    # A folder may have a tied tensor under any of its names.
     others = {
         name: [
             other
@@ -268,6 +259,7 @@ def make_model(
         made |= {
             name: partial(first_factor, name, shape) for name, shape in trainable.shapes.items()
         }
+    # Adapters wrap layers, whose tensors have longer names since.
     now = {id(tensor): name for name, tensor in state_by_name(model).items()}
     names = {name: now[id(tensor)] for name, tensor in before.items()}
     stored = [replace(one, of=names[one.of]) for one in stored if names[one.of] not in made]

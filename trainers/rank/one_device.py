@@ -2,15 +2,17 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError
+from agentrl.models.attention_check import check_attention
 from agentrl.placement.mesh import ONE_RANK, Mesh
 from agentrl.protocols.weight_source import in_format
-from agentrl.trainers.compute.forward import DeviceMicroBatch
+from agentrl.trainers.compute.forward import DeviceMicroBatch, states_together
 from agentrl.trainers.compute.fp8 import use_fp8
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.gradient_norms import squares
@@ -63,8 +65,10 @@ class OneDevice:
         """See `Sharding`."""
         with torch.no_grad():
             self.model(None)
-            # ranks that share a model would need more memory for it than for their shares
-            self.model.check_attention()
+            # Here alone: ranks that share a model would need more memory for it than for their
+            # shares.
+            model = self.model.model
+            check_attention(model, partial(states_together, model))
 
     def predict(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
         """See `Sharding`."""

@@ -46,6 +46,7 @@ def apply(optimizer: torch.optim.Optimizer, norm: float, lr: float, largest: flo
     if not math.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)
         return
+    # 1e-6 as in torch's `clip_grad_norm_`, so that other trainers scale alike.
     scale = 1.0 if largest is None else min(1.0, largest / (norm + 1e-6))
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -70,7 +71,7 @@ def moments_of(
     for name, parameter in parameters.items():
         state = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            if not value.ndim:
+            if not value.ndim:  # AdamW's `step`
                 updates[name] = float(value)
             elif key + low_precision.SCALE in state:
                 decoded = low_precision.whole(state, key)

@@ -69,6 +69,7 @@ def sum_of_ranks(values: Tensor) -> Tensor:
 
 def max_of_ranks(value: Tensor) -> Tensor:
     """The largest value of all ranks, the same on each. NaN stays NaN."""
+    # A reduction by MAX may lose a NaN.
     gathered = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, value.detach().contiguous())
     return torch.stack(gathered).max()

@@ -50,6 +50,9 @@ class Part:
     of which this is number `copy`. `copied`: nothing else uses the values. With a `run`, so many
     elements lie together in the whole, and the next ones `stride` after these: some columns of
     rows.
+
+    Example: the right half of a tensor of 2 rows and 6 columns has `start` 3, `run` 3 and `stride`
+    6: the elements 3 to 5 and 9 to 11.
     """
 
     shape: torch.Size

@@ -315,6 +315,8 @@ class Zero:
                 group, first, _ = zero.grad_position[zero.get_param_id(tensor)]
                 flat = zero.fp32_partitioned_groups_flat[group]
             else:
+                # ZeRO 1 and 2: from a fragment of the weights ("low precision") to that of the
+                # optimizer's flat float32 tensor ("high precision").
                 mapping = tensor._hp_mapping
                 if mapping is None:  # all of it is of other ranks
                     continue
