@@ -187,7 +187,7 @@ class GroupTrainer(Trainer):
         async def predict(ranks: WorkerGroup) -> FloatArray:
             shards = await asyncio.to_thread(
                 shard_batch,
-                self._sent(batch),
+                self._without_unused(batch),
                 self.config,
                 parts=self.mesh.data_parallel_size,
                 attention=self._attention,
@@ -264,7 +264,7 @@ class GroupTrainer(Trainer):
                 while not all(await self._ask(lambda ranks: ranks.all("saved"))):  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError as error:
-            raise self._stalled("write its checkpoint", seconds, "a faster disk") from error
+            raise self._stall_error("write its checkpoint", seconds, "a faster disk") from error
         finally:
             self._saving = None
 
@@ -328,7 +328,7 @@ class GroupTrainer(Trainer):
         """The answer for each part of a batch, of the answers of all ranks."""
         return [answers[rank] for rank in self.mesh.data_parallel_leaders]
 
-    def _sent(self, batch: TrainBatch) -> TrainBatch:
+    def _without_unused(self, batch: TrainBatch) -> TrainBatch:
         """The batch as far as the ranks need it."""
         return batch.without_experts() if self._spec.routing == "off" else batch
 
@@ -337,7 +337,7 @@ class GroupTrainer(Trainer):
         batch, loss, normalizer = step
         shards = await asyncio.to_thread(
             shard_batch,
-            self._sent(batch),
+            self._without_unused(batch),
             self.config,
             parts=self.mesh.data_parallel_size,
             minibatches=self.config.minibatches,
@@ -391,9 +391,9 @@ class GroupTrainer(Trainer):
             await self._end_dead(ranks, error)
             return ()
         except TimeoutError as error:
-            raise self._stalled("answer", seconds, "smaller batches") from error
+            raise self._stall_error("answer", seconds, "smaller batches") from error
 
-    def _stalled(self, what: str, seconds: float, or_else: str) -> StallError:
+    def _stall_error(self, what: str, seconds: float, or_else: str) -> StallError:
         return StallError(
             f"the {self._role} did not {what} within {seconds:g} s (rollout.deadlines.train), "
             f"and none of its ranks is dead: give it more time, or {or_else}"

@@ -59,8 +59,8 @@ class ReplayLog:
         self.done = checkpoint[0]
 
     def checkpoint(self) -> tuple[int, Path] | None:
-        """What new ranks load: the run's newest (steps done, checkpoint) if it has done steps, else
-        the loaded one.
+        """The checkpoint that new ranks load, with its steps done: the run's newest if it has done
+        steps, else the loaded one.
         """
         return (self.latest() if self.done else None) or self._loaded
 

@@ -36,7 +36,7 @@ class TrainerSpec:
 
     @property
     def routing(self) -> RoutingMode:
-        """What is done with the experts that the engine chose (`trainer.routing`). A critic has
+        """The use of the experts that the engine chose (`trainer.routing`). A critic has
         experts of its own.
         """
         mode: RoutingMode = self.config.routing

@@ -44,7 +44,7 @@ class Withdrawn(NamedTuple):
 
 
 class ReplicaAnswer(NamedTuple):
-    """What an engine has answered."""
+    """The answer of an engine."""
 
     completion: "Completion"
     was_interrupted: bool = False

@@ -38,17 +38,17 @@ async def watched(death: Callable[[], str | None]) -> AsyncIterator[None]:
     except (AgentRLError, BaseExceptionGroup) as error:
         if isinstance(error, NodeDiedError) or (why := death()) is None:
             raise
-        raise _died(why) from error
+        raise _death_error(why) from error
 
 
 async def _watch(death: Callable[[], str | None]) -> None:
     while True:
         if (why := death()) is not None:
-            raise _died(why)
+            raise _death_error(why)
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-def _died(why: str) -> NodeDiedError:
+def _death_error(why: str) -> NodeDiedError:
     return NodeDiedError(f"Ray's node died; {RESUME}: {why}")
 
 

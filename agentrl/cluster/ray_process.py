@@ -56,7 +56,7 @@ class RayProcess:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a process that Ray has started somewhere else takes over from the controller."""
+    """The working folder and network that a process of Ray takes over from the controller."""
 
     folder: Path
     spans_machines: bool

@@ -11,7 +11,7 @@ _SESSIONS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What a request attends to."""
+    """The KV that a request attends to, by the versions of the weights that computed it."""
 
     origin: int
     """The version under which its chain began: the oldest that any of its KV can be of."""

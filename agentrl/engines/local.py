@@ -597,7 +597,7 @@ class LocalEngine(Engine):
             live.routed = max(live.routed, row.stop)
 
     def _completion(self, live: _Live, finish_reason: FinishReason) -> Completion:
-        """What a request has sampled, with the experts of the tokens that were computed for it."""
+        """The completion of a request as far as it has sampled, with the experts of its tokens."""
         experts, request = None, live.request
         if request.keep_experts and live.slot >= 0:
             chosen_TLK = self._experts.read(live.slot, request.experts_from, live.routed)

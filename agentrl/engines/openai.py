@@ -378,7 +378,7 @@ def _first_difference(read: Sequence[int], sent: Sequence[int]) -> str:
 
 
 def _sampling_options(sampling: SamplingParams) -> dict[str, Any]:
-    """What differs from the defaults: not every server knows these options."""
+    """The sampling options that differ from the defaults: not every server knows all of them."""
     body: dict[str, Any] = {
         name: getattr(sampling, name)
         for name, default in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))

@@ -176,11 +176,11 @@ class _SlotKv:
     def reserve(
         self, like_key_NKD: Tensor, like_value_NKD: Tensor, slots: int, length: int
     ) -> None:
-        self.keys_SKLD = _grown(self.keys_SKLD, like_key_NKD, slots, length)
-        self.values_SKLD = _grown(self.values_SKLD, like_value_NKD, slots, length)
+        self.keys_SKLD = _grow(self.keys_SKLD, like_key_NKD, slots, length)
+        self.values_SKLD = _grow(self.values_SKLD, like_value_NKD, slots, length)
 
 
-def _grown(old: Tensor, like_NKD: Tensor, slots: int, length: int) -> Tensor:
+def _grow(old: Tensor, like_NKD: Tensor, slots: int, length: int) -> Tensor:
     if old.dim() == 4 and old.shape[0] >= slots and old.shape[2] >= length:
         return old
     # zeros, not empty: a masked key's probability is 0, and 0 times a stray NaN would still be NaN
@@ -240,7 +240,7 @@ def _attend(
 
 @dataclass(frozen=True, slots=True)
 class _LayerKind:
-    """What distinguishes a layer's attention. `sinks_H`: logits that take a share of it and return
+    """The options of a layer's attention. `sinks_H`: logits that take a share of it and return
     nothing.
     """
 
@@ -693,7 +693,7 @@ class PackedModel:
     def _inputs(
         self, blocks: Sequence[Sequence[StepRow]], layers: list[_SlotKv], capacity: tuple[int, int]
     ) -> dict[str, Any]:
-        """What the model is called with."""
+        """The arguments of the model's call."""
         order = [row for block in blocks for row in block]
         tokens_N = self._tensor(
             np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in order])

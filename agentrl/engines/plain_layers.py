@@ -37,13 +37,16 @@ class _Product:
     @classmethod
     def of(cls, *parts: Any) -> Self:
         biases = [part.bias for part in parts if part.bias is not None]
-        return cls(_joined([part.weight for part in parts]), _joined(biases) if biases else None)
+        return cls(
+            _concatenate_in_place([part.weight for part in parts]),
+            _concatenate_in_place(biases) if biases else None,
+        )
 
     def __call__(self, inputs: Tensor) -> Tensor:
         return linear(inputs, self.weight, self.bias)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _concatenate_in_place(parts: Sequence[Tensor]) -> Tensor:
     """One tensor with these in it, from now on."""
     if len(parts) == 1:
         return parts[0]

@@ -1129,5 +1129,5 @@ def _sum_of(stats: Sequence[EngineStats]) -> EngineStats:
 
 
 def _requests(replica: _Replica) -> set[Suspect]:
-    """What a replica works on."""
+    """The requests that a replica works on."""
     return {call.request for call in replica.calls.values() if call.request is not None}

@@ -46,7 +46,7 @@ class SeenPictures:
         return self._grids[image.digest]
 
     def features(self, image: EncodedImage) -> PictureFeatures:
-        """What stands for a picture's placeholders, on the device."""
+        """The features in place of a picture's placeholders, on the device."""
         if image.digest not in self._features:
             inputs = self._read(image)
             del self._inputs[image.digest]

@@ -237,7 +237,7 @@ class SlotTable:
             self._empty.append(slot)
 
     def parked(self, slot: Slot) -> Place | None:
-        """What a parked slot holds; None if it is not parked."""
+        """The content of a parked slot; None if it is not parked."""
         found = self._parked.get(slot)
         return None if found is None else Place(slot, found.cached, found.tokens, found.oldest)
 

@@ -35,7 +35,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def adapter_request() -> "LoRARequest":
-    """What a request names the adapter by. Its place is in no folder, as the workers hold it."""
+    """The name of the adapter in a request. Its path is no folder: the workers hold the adapter."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", ADAPTER_NUMBER, "in the memory of the workers")
@@ -174,7 +174,7 @@ class ServedAdapters:
 
 
 def merged_message(reason: str) -> str:
-    """What a log says of an engine that merges adapters."""
+    """The log message of an engine that merges adapters."""
     return (
         f"the engine merges adapters into its weights, since {reason}: each update reads the whole"
         " model, and in bfloat16 the smallest changes of weights are rounded away"

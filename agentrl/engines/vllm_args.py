@@ -326,7 +326,7 @@ _RANDOM_WEIGHTS = "dummy"
 
 
 def argument_problems(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the names of vLLM's arguments, each with what to write."""
+    """The problems with the names of vLLM's arguments, each with what to write instead."""
     for name, value in arguments.items():
         if setting := OWN_SETTINGS.get(name):
             yield f"{name} is agentrl's to pass: write {setting}"

@@ -83,7 +83,7 @@ def picture_arguments(*, shown: bool, on_cpu: bool) -> dict[str, Any]:
 
 
 def picture_overrides(config: Any) -> dict[str, Any]:
-    """What vLLM is given instead of the config of a model that is shown pictures.
+    """Overrides for the config of a model that is shown pictures, as vLLM needs it.
 
     SmolVLM is computed as Idefics 3, whose class vLLM's own inherits everything from: its processor
     would need packages for videos. Axes of positions are interleaved in any Qwen3-VL, and in vLLM

@@ -65,7 +65,11 @@ class ShippedWeights(WeightTransferEngine[NoInit, ShipmentInfo]):  # type: ignor
         super().__init__(config, vllm_config, device, model)
         self._reload = Reload(model, self.model_config)
         self._kept: list[str] = []
-        _begin_worker(vllm_config)
+        if current_platform.is_cpu() and vllm_config.model_config.enforce_eager:
+            # Else vLLM still compiles its sampler, which takes seconds.
+            torch._dynamo.config.disable = True
+        # vLLM makes this object once in each worker, so it is the hook for the process, too.
+        _die_with(int(os.environ[DRIVER_PID]))
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to set up."""
@@ -111,15 +115,6 @@ def _reader(device: torch.device) -> Reader:
 def _unpacked(text: str) -> Shipment:
     shipment: Shipment = pickle.loads(bytes.fromhex(text))
     return shipment
-
-
-def _begin_worker(vllm_config: Any) -> None:
-    """Set up a worker process."""
-    if current_platform.is_cpu() and vllm_config.model_config.enforce_eager:
-        torch._dynamo.config.disable = (
-            True  # else vLLM still compiles its sampler, which takes seconds
-        )
-    _die_with(int(os.environ[DRIVER_PID]))
 
 
 def _die_with(driver: int) -> None:

@@ -44,8 +44,8 @@ def _kept(name: str, module: Any) -> int:
 
 
 def _more_of_gemma_4(name: str, modules: Mapping[str, Any]) -> int:
-    """What Gemma 4 keeps besides: inputs and outputs that are clipped once more, and norms of all
-    heads, which are as large as one and may have no weights.
+    """Numbers that Gemma 4 keeps besides: inputs and outputs that are clipped once more, and norms
+    of all heads, which are as large as one and may have no weights.
     """
     module, end = modules[name], name.rpartition(".")[2]
     if type(module).__name__ == "Gemma4ClippableLinear" and module.use_clipped_linears:

@@ -80,8 +80,8 @@ def check_family(config: Any) -> None:
 
 
 def attention_of(config: Any, name: str) -> Any:
-    """What to load a model with, so that its language model computes attention by the interface
-    `name`. A tower keeps torch's own attention.
+    """The `attn_implementation` with which a model is loaded, so that its language model computes
+    attention by the interface `name`. A tower keeps torch's own attention.
     """
     if not sees(config):
         return name

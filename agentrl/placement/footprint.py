@@ -241,9 +241,9 @@ def trainer_footprint(
 def _fsdp_peaks(
     facts: ModelFacts, layout: TrainerLayout, shards: int, tokens: int
 ) -> list[dict[str, int]]:
-    """What FSDP2 holds besides a rank's part of the state, at each of the points of a backward pass
-    where it can hold most: in the head, in a layer, and where the gradients of the parameters
-    outside layers (embeddings and head) are summed last.
+    """The bytes that FSDP2 holds besides a rank's part of the state, at each of the points of a
+    backward pass where it can hold most: in the head, in a layer, and where the gradients of the
+    parameters outside layers (embeddings and head) are summed last.
     """
     number, tensor = layout.number, layout.mesh.tensor
     outside = (facts.parameters - facts.blocks - facts.tower) // tensor
@@ -291,7 +291,7 @@ def _fsdp_peaks(
 def _whole_model_peak(
     facts: ModelFacts, layout: TrainerLayout, tokens: int, *, whole: bool
 ) -> dict[str, int]:
-    """What other trainers hold besides the state."""
+    """The bytes that other trainers hold besides the state."""
     kept, layer = activation_bytes(facts, layout, tokens), layer_bytes(facts, layout, tokens)
     summed = min(layout.gradients_at_once, trained_parameters(facts, layout))
     return {
@@ -393,8 +393,8 @@ def activation_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> i
 
 
 def of_rank(kept: Kept, layers: int, facts: ModelFacts, mesh: Mesh) -> Kept:
-    """What a rank keeps of the numbers that so many layers keep, if their matrices are divided: all
-    of the residual stream, which is the input of two groups of matrices and the output of two, and
+    """A rank's part of the numbers that so many layers keep, if their matrices are divided: all of
+    the residual stream, which is the input of two groups of matrices and the output of two, and
     of norms; and its part of heads and hidden units, or all of them where ranks gather these.
     """
     if mesh.tensor == 1 or facts.gathered:

@@ -125,7 +125,7 @@ def _problems(
 
 
 def _describe_roles(load: DeviceLoad) -> str:
-    """What each role of a device takes, if there are several."""
+    """The memory of each role of a device, if there are several."""
     if len(load.awake) == 1:
         return ""
     parts = " and ".join(f"{role} {size.total / GIB:.1f}" for role, size in load.awake.items())

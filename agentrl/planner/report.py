@@ -128,7 +128,7 @@ def _step_table(plan: Plan) -> Table:
 
 
 def _update_table(plan: Plan) -> Table:
-    """What an update of the engines' weights moves, in the order in which it happens."""
+    """The moves of an update of the engines' weights, in the order in which they happen."""
     size, seconds = plan.update.size / GIB, plan.step.weights
     title = f"\nnew weights: {size:,.2f} GiB by {plan.transport}, {seconds:,.2f} s"
     table = _table("at the same time", "GiB", "in the busiest process", title=title)

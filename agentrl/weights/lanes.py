@@ -70,7 +70,7 @@ class Audience:
 
     meeting: Meeting
     key: str
-    """What they say to each other has keys that begin so."""
+    """The prefix of the keys by which they talk to each other."""
     readers: Sequence[str]
     """Their names."""
     lease: float
@@ -232,8 +232,8 @@ def _map_file(path: Path) -> Tensor:
 
 
 def handle_of(memory: Tensor | SharedMemory) -> bytes:
-    """What another process opens memory by: the path of main memory, the CUDA IPC handle of a
-    GPU's.
+    """The handle by which another process opens memory: the path of main memory, or the CUDA IPC
+    handle of a GPU's.
     """
     if isinstance(memory, SharedMemory):
         return pickle.dumps(str(memory.path))

@@ -86,7 +86,7 @@ class Meeting:
                 is gone.
         """
         host, _, port = address.rpartition(":")
-        with _translated(address):
+        with _as_weights_error(address):
             # torch would try again until the deadline.
             socket.create_connection((host, int(port)), timeout=seconds).close()
             store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ class Meeting:
 
     def attend(self, name: str) -> Attendance:
         """Begin to give signs of life of a reader."""
-        with _translated(self.address):
+        with _as_weights_error(self.address):
             return Attendance(self.store.get(_DOOR).decode(), name, self._seconds)
 
     def watch(self, names: Sequence[str], lease: float) -> Watch:
@@ -113,7 +113,7 @@ class Meeting:
         """Announce a reader for the version of this key. It must attend. `group`: the one that it
         is in (`Roll.group`); None if it is in none, or has left it.
         """
-        with _translated(self.address):
+        with _as_weights_error(self.address):
             number = self.store.add(f"{key}/enrolled", 1) - 1
             self.store.set(f"{key}/reader/{number}", json.dumps([asdict(reader), group]))
 
@@ -123,7 +123,7 @@ class Meeting:
         Raises:
             WeightsError: the reader is not on it.
         """
-        with _translated(self.address):
+        with _as_weights_error(self.address):
             self.store.set(f"{key}/joined/{name}", "")
         roll = self.roll(key)
         if name not in roll.names:
@@ -134,7 +134,7 @@ class Meeting:
 
     def roll(self, key: str) -> Roll:
         """The roll of a version; waits until rank 0 has made it."""
-        with _translated(self.address):
+        with _as_weights_error(self.address):
             group, readers = json.loads(self.store.get(f"{key}/roll"))
             return Roll(group, [Reader(**reader) for reader in readers])
 
@@ -169,7 +169,7 @@ class Meeting:
 
     def put(self, key: str, value: str) -> None:
         """Set a key."""
-        with _translated(self.address):
+        with _as_weights_error(self.address):
             self.store.set(key, value)
 
     def get(self, key: str, *, unless: str) -> str:
@@ -179,7 +179,7 @@ class Meeting:
             WeightsError: the key `unless` is set.
         """
         limit = time.monotonic() + self._seconds
-        with _translated(self.address):
+        with _as_weights_error(self.address):
             while not self.store.check([key]):
                 if self.store.check([unless]):
                     raise WeightsError("the sender has broken off")
@@ -191,7 +191,7 @@ class Meeting:
 
     def is_set(self, key: str) -> bool:
         """True if a key has a value."""
-        with _translated(self.address):
+        with _as_weights_error(self.address):
             return bool(self.store.check([key]))
 
     def wait_for(self, key: str, names: Sequence[str], lease: float) -> list[str]:
@@ -201,7 +201,7 @@ class Meeting:
         present: set[str] = set()
         limit = time.monotonic() + self._seconds
         watch = self.watch(names, lease)
-        with _translated(self.address):
+        with _as_weights_error(self.address):
             while True:
                 gone = set(watch.gone())  # before their keys: what they have set by then counts
                 waiting = [name for name in names if name not in present]
@@ -212,7 +212,7 @@ class Meeting:
 
 
 @contextmanager
-def _translated(address: str) -> Iterator[None]:
+def _as_weights_error(address: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:  # also DistStoreError, DistNetworkError

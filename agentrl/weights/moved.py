@@ -89,7 +89,7 @@ class Move:
     """Bytes that several processes move at the same time."""
 
     name: str
-    """What they do."""
+    """The work that moves them, for tables."""
     way: Way
     total: int
     """The bytes of all of them."""
@@ -99,7 +99,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class BytesMoved:
-    """What an update moves and holds."""
+    """The bytes that an update moves and holds."""
 
     size: int
     """Bytes of all weights. The metric `weights/bytes` counts them too, with the headers of files
@@ -117,7 +117,7 @@ class BytesMoved:
     copied: int = 0
     """The same on each other machine with engines."""
     beside: Sequence[Move] = ()
-    """What goes on beside the next step, which does not wait for it."""
+    """Moves beside the next step, which does not wait for them."""
     kept: int = 0
     """Bytes that a rank has in the host's memory for that, until they are written."""
 
@@ -158,7 +158,7 @@ def write_move(parties: Parties) -> Move:
 
 
 def two_buckets_and_a_unit(parties: Parties) -> int:
-    """What a rank holds while it sends."""
+    """Bytes that a rank holds while it sends."""
     return min(2 * parties.size, 2 * max(parties.bucket, parties.unit)) + parties.unit
 
 

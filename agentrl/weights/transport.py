@@ -36,7 +36,7 @@ class Transport(Protocol):
         return
 
     def bytes_moved(self, parties: Parties) -> BytesMoved:
-        """What an update would move between these; nothing runs yet."""
+        """The bytes that an update would move between these; nothing runs yet."""
         ...
 
     async def withdraw(self, shipment: Shipment) -> None:

@@ -367,8 +367,8 @@ def _with_equal_heads(
 
 
 def _precision(query: Tensor) -> torch.dtype:
-    """What attention is computed in. A norm of queries returns float32 in autocast, which torch's
-    own kernels cast.
+    """The data type that attention is computed in. A norm of queries returns float32 in autocast,
+    which torch's own kernels cast.
     """
     kind = query.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
@@ -406,7 +406,7 @@ def _attend_flash(
 
 @dataclass(frozen=True, slots=True)
 class _LayerKind:
-    """What distinguishes a layer from plain attention, besides sinks. The first query is the column
+    """The options of a layer's attention, besides sinks. The first query is the column
     `offset`.
     """
 

@@ -326,7 +326,7 @@ def _without_layers(config: Any) -> Iterator[None]:
 
 
 def scaling_of(model: Any, temperature: float) -> Scaling:
-    """What the model does to the output of its head, checked on a few tokens: without layers, where
+    """The scaling of the outputs of a model's head, checked on a few tokens: without layers, where
     that is possible.
 
     Raises:

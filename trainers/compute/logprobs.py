@@ -28,7 +28,7 @@ FREE_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What a model does to the output of its head, and the temperature: cap tanh(factor x / cap) /
+    """The scaling of a model's outputs to logits, with the temperature: cap tanh(factor x / cap) /
     temperature.
 
     Without a cap: factor x / temperature.

@@ -96,8 +96,10 @@ class PictureReader:
                 for name, tensor in inputs.tensors.items()
             },
         )
-        read = Pictures(self.vision, on_device, *(_moved(one, device) for one in (places, rows)))
-        return read, None if positions_3T is None else _moved(positions_3T, device)
+        read = Pictures(
+            self.vision, on_device, *(_to_device(one, device) for one in (places, rows))
+        )
+        return read, None if positions_3T is None else _to_device(positions_3T, device)
 
     def both_ways(self, samples: TrainBatch) -> PictureSpans:
         """The pictures in the samples whose tokens see each other in both directions.
@@ -176,5 +178,5 @@ def placed_images(samples: TrainBatch) -> list[Sequence[PlacedImage]]:
     ]
 
 
-def _moved(values: IntArray, device: torch.device) -> Tensor:
+def _to_device(values: IntArray, device: torch.device) -> Tensor:
     return torch.from_numpy(values.astype(np.int64)).to(device, non_blocking=True)

@@ -77,7 +77,7 @@ class _Piece:
         return [self._of_rows(one[:, :, self.first : self.stop]) for one in tensors]
 
     def seen(self, *tensors: Tensor) -> list[Tensor]:
-        """What the queries see of keys and values."""
+        """The keys and values that the queries see."""
         return [self._of_rows(one[:, :, : self.stop]) for one in tensors]
 
     def mask(self, dtype: torch.dtype) -> Tensor:

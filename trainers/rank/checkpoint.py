@@ -77,7 +77,7 @@ def _only_errors(record: logging.LogRecord) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """What an optimizer remembers of its updates, as a rank has it now.
+    """The moments of an optimizer, as a rank has them now.
 
     `parts`: by the name of the moment, such as exp_avg, and that of the parameter. `updates`: how
     many updates each parameter has had.
@@ -127,7 +127,7 @@ class _Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank writes of a checkpoint."""
+    """One rank's part of a checkpoint."""
 
     rank: int
     tensors: Sequence[_Tensors]
@@ -153,7 +153,7 @@ class Snapshot:
                     (copies if own[one.of].copied else lent).extend(small_pieces([one], own))
             return _Tensors(folder, stem, {one.name: one.shape for one in stored}, lent, copies)
 
-        weights = sharding.held(trainable.shapes)
+        weights = sharding.local_parts(trainable.shapes)
         written = [tensors(trainable.weights_in, trainable.stem, trainable.stored, weights)]
         moments = sharding.moments()
         for moment, parts in moments.parts.items():
@@ -215,8 +215,8 @@ def load(sharding: "Sharding", trainable: "TrainableParameters", folder: Path) -
         name: _open(folder / OPTIMIZER / name, trainable.shapes, some=True)
         for name in state["moments"]
     }
-    _read(weights, trainable.stored, sharding.held(trainable.shapes))
-    sharding.refresh()
+    _read(weights, trainable.stored, sharding.local_parts(trainable.shapes))
+    sharding.after_load()
     if state["moments"]:
         moments = sharding.new_moments(state["moments"])
         for name, parts in moments.parts.items():

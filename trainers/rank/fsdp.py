@@ -45,10 +45,10 @@ from agentrl.trainers.rank.optimizer import (
 )
 from agentrl.trainers.rank.process_group import (
     RowLayout,
+    broadcast,
     gather_rows,
     join,
     max_of_ranks,
-    sent,
     sum_of_ranks,
 )
 from agentrl.trainers.rank.tensor_files import Part
@@ -241,7 +241,7 @@ class FullyShard:
         apply(self.optimizer, norm, lr, largest)
         return norm
 
-    def whole(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
+    def gather_all(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
         """See `Sharding`."""
         whole: dict[str, Tensor] = {}
         # One at a time, so that a device holds one whole tensor and not the whole model.
@@ -268,16 +268,16 @@ class FullyShard:
                 whole[name] = in_format(tensor, dtype)
         return whole
 
-    def sent(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor) -> Tensor:
         """See `Sharding`."""
-        return sent(tensor)
+        return broadcast(tensor)
 
-    def held(self, names: Iterable[str]) -> Mapping[str, Part]:
+    def local_parts(self, names: Iterable[str]) -> Mapping[str, Part]:
         """See `Sharding`."""
         tensors = model_tensors(self.trainable.model)
         return {name: self._part(name, tensors[name]) for name in names}
 
-    def refresh(self) -> None:
+    def after_load(self) -> None:
         """See `Sharding`. Nothing depends on the weights."""
 
     def moments(self) -> Moments:

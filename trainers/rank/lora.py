@@ -149,7 +149,7 @@ class Adapters:
         rank, ranks = sharding.rank, sharding.mesh.world_size
         whole = {
             name: tensor.detach().cpu().clone()
-            for name, tensor in sharding.whole(everywhere=True).items()
+            for name, tensor in sharding.gather_all(everywhere=True).items()
         }
         merged = LowRank(self.origin, self.factors(whole))
 

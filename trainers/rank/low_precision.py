@@ -181,5 +181,5 @@ def _zero_state(moment: str, parameter: Tensor, moments: torch.dtype) -> dict[st
 
 
 def _flat_local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, as a vector to read and to fill."""
+    """This rank's part of a tensor, as a vector to read and to fill."""
     return local(tensor).view(-1)

@@ -96,7 +96,7 @@ class Predictor(nn.Module):
         return torch.cat([found.flatten(), self.balance.sums(samples.times_S).flatten()])
 
     def prepare(self) -> None:
-        """What has to be done once before all else, with the weights in place."""
+        """Prepare the model once, with the weights in place, before it is used."""
 
     def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
         """See `forward`."""
@@ -279,7 +279,7 @@ def make_model(
 
 
 def _router_balance(model: Any, spec: TrainerSpec) -> Balance | None:
-    """What watches the routers of a policy, if they are balanced by a loss.
+    """The recorder of the routers of a policy, if they are balanced by a loss.
 
     Raises:
         ConfigError: the model has no routers.

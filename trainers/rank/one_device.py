@@ -108,7 +108,7 @@ class OneDevice:
         apply(self.optimizer, norm, lr, largest)
         return norm
 
-    def whole(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
+    def gather_all(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
         """The tensors themselves, not copied."""
         return {name: tensor.detach() for name, tensor in trainable_tensors(self.trainable).items()}
 
@@ -119,16 +119,16 @@ class OneDevice:
         tensors = model_tensors(self.trainable.model)
         return {name: in_format(tensors[name].detach(), dtype) for name in names}
 
-    def sent(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor) -> Tensor:
         """See `Sharding`."""
         return tensor
 
-    def held(self, names: Iterable[str]) -> Mapping[str, Part]:
+    def local_parts(self, names: Iterable[str]) -> Mapping[str, Part]:
         """See `Sharding`."""
         tensors = model_tensors(self.trainable.model)
         return {name: _part(name, tensors[name]) for name in names}
 
-    def refresh(self) -> None:
+    def after_load(self) -> None:
         """See `Sharding`. Nothing depends on the weights."""
 
     def moments(self) -> Moments:

@@ -102,7 +102,7 @@ class Origin:
         Raises:
             ConfigError: the folder lacks some of them.
         """
-        held = sharding.held({*(one.of for one in self.stored), *self.made})
+        held = sharding.local_parts({*(one.of for one in self.stored), *self.made})
         if (found := self._find_in_files()) is not None:
             files, stored = found
             for piece in pieces(stored, held):
@@ -111,7 +111,7 @@ class Origin:
             self._load_and_send(sharding, held)
         for name, make in self.made.items():
             _fill_part(held[name], make())
-        sharding.refresh()
+        sharding.after_load()
 
     def _find_in_files(self) -> tuple[TensorFiles, list[Stored]] | None:
         """The tensors as they are in the folder's files; None if these have another form."""
@@ -148,7 +148,7 @@ class Origin:
             if name in held:
                 empty = torch.empty(held[name].shape, dtype=torch.float32)
                 tensor = whole[before].float() if sharding.rank == 0 else empty
-                _fill_part(held[name], sharding.sent(tensor.contiguous()))
+                _fill_part(held[name], sharding.broadcast(tensor.contiguous()))
 
 
 def _fill_part(part: Part, whole: Tensor) -> None:

@@ -75,7 +75,7 @@ def max_of_ranks(value: Tensor) -> Tensor:
     return torch.stack(gathered).max()
 
 
-def sent(tensor: Tensor) -> Tensor:
+def broadcast(tensor: Tensor) -> Tensor:
     """A tensor in CPU memory, as rank 0 has it."""
     dist.broadcast(tensor, 0)
     return tensor
@@ -112,7 +112,7 @@ class RowLayout:
         return -(-self._stack_rows // (self.ranks // self.neighbours))
 
     def part(self, rank: int, values: Tensor, copy: int = 0, copies: int = 1) -> Part:
-        """What a rank has of the tensor; `values` are its elements. So many `copies` of all ranks
+        """A rank's part of the tensor; `values` are its elements. So many `copies` of all ranks
         have it, of which this is number `copy`.
         """
         place, number = divmod(rank, self.neighbours)

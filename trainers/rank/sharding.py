@@ -43,7 +43,7 @@ class Sharding(Protocol):
 
     @property
     def trainable(self) -> TrainableParameters:
-        """What is trained."""
+        """The trainable part of the model."""
         ...
 
     def prepare(self) -> None:
@@ -92,7 +92,7 @@ class Sharding(Protocol):
         """
         ...
 
-    def whole(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
+    def gather_all(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
         """The trainable tensors, gathered one by one, in CPU memory; on rank 0 only, or
         `everywhere`.
         """
@@ -106,17 +106,17 @@ class Sharding(Protocol):
         """
         ...
 
-    def sent(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor) -> Tensor:
         """A tensor in CPU memory, as rank 0 has it."""
         ...
 
-    def held(self, names: Iterable[str]) -> Mapping[str, Part]:
-        """What this rank has of tensors of the model. `Part.values` are the weights themselves, to
+    def local_parts(self, names: Iterable[str]) -> Mapping[str, Part]:
+        """This rank's parts of tensors of the model. `Part.values` are the weights themselves, to
         read and to fill.
         """
         ...
 
-    def refresh(self) -> None:
+    def after_load(self) -> None:
         """Let everything follow that depends on the weights, after they have been filled."""
         ...
 
@@ -143,7 +143,7 @@ class Sharding(Protocol):
 
     def sleep(self) -> None:
         """Drop gradients, and move all else that is on a GPU to host memory (`HostBuffers`).
-        `whole` and `held` still work. Repeating it changes nothing.
+        `gather_all` and `local_parts` still work. Repeating it changes nothing.
         """
         ...
 

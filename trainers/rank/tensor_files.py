@@ -75,7 +75,7 @@ class Part:
                 yield self.start + number * self.stride, one
 
     def share(self) -> "Part":
-        """What this rank writes: all of it, or an equal share if other ranks have the same."""
+        """The part that this rank writes: all, or an equal share if other ranks have the same."""
         if self.copies == 1:
             return self
         run = self.run or 1

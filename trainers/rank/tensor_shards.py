@@ -152,7 +152,7 @@ class _Divider:
         self.by_columns.add(id(module.weight))
 
     def shards(self, model: Any) -> TensorShards:
-        """What was cut, by the names of the model."""
+        """The divided tensors, by the names of the model."""
         names = dict(model.named_parameters(remove_duplicate=False))
         return TensorShards(
             frozenset(name for name, one in names.items() if id(one) in self.by_rows),

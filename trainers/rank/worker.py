@@ -171,7 +171,7 @@ class TrainerRank:
         """All weights, whole, by Hugging Face names, on rank 0; tied weights only under their first
         name.
         """
-        whole = self.sharding.whole()
+        whole = self.sharding.gather_all()
         return self.sharding.trainable.weights(whole) if self._rank == 0 else {}
 
     def send_weights(self, send: SendWeights[T]) -> T:

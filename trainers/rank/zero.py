@@ -22,7 +22,7 @@ from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.model import Predictor, begin, in_bfloat16, make_model
 from agentrl.trainers.rank.optimizer import adamw
 from agentrl.trainers.rank.origin import replace_parameters, take_memory
-from agentrl.trainers.rank.process_group import join, max_of_ranks, sent, sum_of_ranks
+from agentrl.trainers.rank.process_group import broadcast, join, max_of_ranks, sum_of_ranks
 from agentrl.trainers.rank.tensor_files import Part
 from agentrl.trainers.rank.trainable import TrainableParameters, model_tensors, trainable_tensors
 from agentrl.trainers.spec import RankInfo, TrainerSpec
@@ -185,7 +185,7 @@ class Zero:
             else math.nan
         )
 
-    def whole(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
+    def gather_all(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
         """See `Sharding`."""
         import deepspeed
 
@@ -215,16 +215,16 @@ class Zero:
                     whole[name] = own.clone() if is_view else own
         return whole
 
-    def sent(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor) -> Tensor:
         """See `Sharding`."""
-        return sent(tensor)
+        return broadcast(tensor)
 
-    def held(self, names: Iterable[str]) -> Mapping[str, Part]:
+    def local_parts(self, names: Iterable[str]) -> Mapping[str, Part]:
         """See `Sharding`."""
         tensors = model_tensors(self.trainable.model)
         return {name: self._part(tensors[name]) for name in names}
 
-    def refresh(self) -> None:
+    def after_load(self) -> None:
         """The optimizer has its own copies of the weights. ZeRO 3 keeps small ones whole until they
         are freed.
         """

@@ -205,7 +205,7 @@ class Written:
 
     buckets: Sequence[Bucket]
     update: LowRankBase | None
-    """What the weights are an update of."""
+    """The folder that the weights are an update of; None for whole weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ def bundle_of(place: BundlePlace, answers: Sequence[Written | None]) -> WeightBu
 
 
 def manifest_of(place: BundlePlace, answers: Sequence[Written | None]) -> Manifest:
-    """What the ranks wrote.
+    """The manifest of the files that the ranks wrote.
 
     Raises:
         WeightsError: no rank reached the place.

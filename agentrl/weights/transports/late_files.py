@@ -83,7 +83,7 @@ class LateFiles:
 
 
 def told_by(meeting: "Meeting", keys: Sequence[str]) -> list[RankFiles] | None:
-    """What the ranks have told the meeting under these keys; None if one has not yet.
+    """The reports that the ranks have left in the meeting under these keys; None if one is missing.
 
     Raises:
         WeightsError: one of them has died, or all have, and the meeting with them.

@@ -69,7 +69,7 @@ off. The end of its process is noticed at once.
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What all processes know of the lanes of a transport."""
+    """The description of the lanes of a transport, which all processes have."""
 
     id: str
     """The same for all versions of a transport; no other has it."""
@@ -469,7 +469,7 @@ class _RankLanes:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What a rank has done for a version."""
+    """The report of a rank that has sent a version."""
 
     files: RankFiles | None
     """The files that it wrote; None if there are none, or not yet."""
