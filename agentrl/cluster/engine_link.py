@@ -97,7 +97,7 @@ class EngineClient:
         prompts = self._prompts[engine]
         cut = prompts.cut(request)
         answer = await self._ask(engine, cut or request, is_cut=cut is not None)
-        if answer is None:
+        if answer is None:  # the other side no longer holds the session's tokens
             answer = await self._ask(engine, request, is_cut=False)
         assert answer is not None
         prompts.answered(request, answer.completion)

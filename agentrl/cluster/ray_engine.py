@@ -254,7 +254,7 @@ class RayEngine(Engine):
         answer = actor.generate.remote(cut or request, cut is not None, number, oldest)
         try:
             completion, self._latest = await _answer_of(answer)
-            if completion is None:
+            if completion is None:  # the actor no longer holds the session's tokens
                 answer = actor.generate.remote(request, False, number, oldest)
                 completion, self._latest = await _answer_of(answer)
         except asyncio.CancelledError:

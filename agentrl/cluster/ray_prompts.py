@@ -82,6 +82,7 @@ class HeldPrompts:
         held = self._held.get(cut.session)
         if held is None or len(held.tokens) != cut.known:
             return None
+        # Taken out and put back: its size changes, and it is now the last to be forgotten.
         self._take(cut.session)
         held.tokens.append(cut.prompt_ids)
         held.images += shifted(cut.images, cut.known)

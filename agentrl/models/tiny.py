@@ -17,7 +17,7 @@ from agentrl.models import tiny_vision
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig
 
 ModelSize = Literal["tiny", "small", "tiny_vision"]
 SIZES: dict[str, ModelSize] = {size: size for size in get_args(ModelSize)}
@@ -149,9 +149,19 @@ def create_tiny_model(
         )
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty; name a new folder for the model")
+    from transformers import PreTrainedTokenizerFast
+
     dialect = _SEEING if size in SEEING else _DIALECTS[template]
     specials = [dialect.pad, dialect.end, *dialect.others]
-    tokenizer = _with_dialect(train_tokenizer(corpus or (), specials), dialect)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=train_tokenizer(corpus or (), specials),
+        eos_token=dialect.end,
+        pad_token=dialect.pad,
+        additional_special_tokens=list(dialect.others),
+        chat_template=dialect.template,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     _write_weights(folder, model_config(size, len(tokenizer), **ends), seed)
     if size in SEEING:
@@ -190,20 +200,6 @@ def _with_core(corpus: Iterable[str]) -> Iterator[str]:
     for text in corpus:
         yield text
         yield from _CORE_TEXT
-
-
-def _with_dialect(tokenizer: "Tokenizer", dialect: _Dialect) -> "PreTrainedTokenizerFast":
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=dialect.end,
-        pad_token=dialect.pad,
-        additional_special_tokens=list(dialect.others),
-        chat_template=dialect.template,
-        model_max_length=MAX_POSITIONS,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def model_config(

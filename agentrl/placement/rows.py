@@ -46,6 +46,7 @@ def pack_rows(tokens: Sequence[int], costs: Sequence[float], limit: int, ranks: 
         if left.cost(head) < _TAKEN:
             row = _fill_row(head, lengths, left, limit, ranks)
             rows.append([[by_length[place] for place in one] for one in row if one])
+    # Rows with a sample beyond the limit stay as they are; the others may be made even.
     rows.sort(key=lambda row: tokens[row[0][0]] <= limit)
     long = sum(tokens[row[0][0]] > limit for row in rows)
     even = _spread_evenly(rows[long:], tokens, costs, limit, ranks) if ranks > 1 else None
@@ -133,6 +134,8 @@ class _Remaining:
 
     def longest(self, stop: int, most: float) -> int | None:
         """The last sample before `stop` that costs at most so much."""
+        # Up, to the nearest subtree on the left with something cheap enough; and down in it, to the
+        # right wherever possible.
         least, node = self._least, self._leaves + stop
         while node > 1 and not (node % 2 and least[node - 1] <= most):
             node //= 2

@@ -159,6 +159,7 @@ def _memory_share(config: RunConfig | None, inventory: Inventory, facts: ModelFa
 def _changes(config: RunConfig, inventory: Inventory) -> Iterator[Change]:
     """Settings that save memory, the cheapest first."""
     engine, trainer = layouts(config)
+    # What a component does not have is no change (`_setting`), so all are proposed to all.
     growing = [n for n in (2, 4, 8, 16, 32, 64) if n <= len(inventory)]
     yield _setting("trainer", activation_checkpointing="selective")
     yield _setting("trainer", activation_checkpointing="full")

@@ -34,20 +34,16 @@ def check_placement(config: RunConfig, inventory: Inventory | None = None) -> No
     trainer = TrainerSettingsOffers.of(config.trainer.settings)
     if engine.layout is None or trainer.layout is None:
         return
-    _check_memory(config, inventory or visible())
-
-
-def _check_memory(config: RunConfig, inventory: Inventory) -> None:
+    inventory = inventory or visible()
     facts, kind = model_of(config), inventory.kind
     config = with_defaults(config, facts, kind)
-    (engine, trainer), request = layouts(config), placement_request_of(config)
-    # Without GPUs, what is offloaded lies in the same memory.
-    size = trainer_footprint(
-        facts, trainer if kind.is_gpu else replace(trainer, offload=False), request.ranks
-    )
+    (engine_layout, trainer_layout), request = layouts(config), placement_request_of(config)
+    if not kind.is_gpu:  # what is offloaded lies in the same memory
+        trainer_layout = replace(trainer_layout, offload=False)
+    size = trainer_footprint(facts, trainer_layout, request.ranks)
     kept_bytes = sum(size.parts.get(part, 0) for part in ("weights", "gradients", "optimizer"))
     kept_bytes *= request.ranks
-    kept_bytes += engine.here * request.engines * weight_bytes(facts, engine)
+    kept_bytes += engine_layout.here * request.engines * weight_bytes(facts, engine_layout)
     usable = usable_bytes(kind)
     if kept_bytes > usable:
         listed = "\n".join(f"  {way}" for way in what_fits(config, inventory, facts))

@@ -252,6 +252,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
     device_loads = []
     for device in range(len(devices.inventory)):
         counts = replicas.get(device, Counter())
+        # Frozen policies and a teacher have engines of their own, on the same devices.
         counts["engine"] *= 1 + stages.frozen
         awake = {
             role: _scaled(size, counts[role])
@@ -273,7 +274,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
         # A transfer that does not fit never happens: the trainer sleeps first.
         if transfer is not None and transfer <= limit:
             peak = max(peak, transfer)
-        if not kind.is_gpu:
+        if not kind.is_gpu:  # a CPU's memory is the host's
             peak, host_parts = peak + host_parts.total(), Counter()
         device_loads.append(
             DeviceLoad(

@@ -123,7 +123,11 @@ def stages_of(config: RunConfig, facts: ModelFacts) -> Stages:
 
 def sent_weights(config: RunConfig) -> SentWeights:
     """How a run sends new weights to the engines that follow its trainer."""
-    engines = [in_dtype_of(engine, config.trainer) for engine in _engines_to_update(config)]
+    updated = [config.engine]
+    teacher = RecipeOffers.of(config.recipe.settings).teacher
+    if isinstance(teacher, TeacherConfig):
+        updated.append(engine_of_teacher(config, teacher))
+    engines = [in_dtype_of(engine, config.trainer) for engine in updated]
     settings = [EngineSettingsOffers.of(engine.settings) for engine in engines]
     return SentWeights(
         config.weights.in_format_of(offered.dtype for offered in settings),
@@ -133,13 +137,6 @@ def sent_weights(config: RunConfig) -> SentWeights:
         low_rank=TrainerSettingsOffers.of(config.trainer.settings).lora is not None,
         as_adapters=all(offered.for_adapters is not None for offered in settings),
     )
-
-
-def _engines_to_update(config: RunConfig) -> list[Component]:
-    teacher = RecipeOffers.of(config.recipe.settings).teacher
-    if not isinstance(teacher, TeacherConfig):
-        return [config.engine]
-    return [config.engine, engine_of_teacher(config, teacher)]
 
 
 def engine_of_teacher(config: RunConfig, teacher: TeacherConfig) -> Component:

@@ -170,6 +170,7 @@ def _advise(
         if choice is not None and choice.advised is not None and candidate.step is not None:
             saved = choice.written.train.total - choice.advised.train.total
             promising.append((candidate.step.seconds - saved, candidate, choice.advised))
+    # A simulation costs far more than an estimate, so only the most promising are simulated.
     promising.sort(key=lambda entry: entry[0])
     found: list[Advice] = []
     for _, candidate, option in promising[:_MAX_SIMULATED_MESHES]:

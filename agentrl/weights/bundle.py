@@ -329,7 +329,7 @@ class BundlePlace:
         """The same, as a copy of a bundle of another machine, which had this manifest."""
         self._unfinished.mkdir(exist_ok=True)
         (self._unfinished / _MANIFEST).write_text(manifest.model_dump_json())
-        self._unfinished.rename(self.folder)
+        self._unfinished.rename(self.folder)  # last: a folder of this name is complete
         return WeightBundle(self.folder, manifest)
 
     def __enter__(self) -> Self:

@@ -100,6 +100,7 @@ class GroupSending:
 
     def buffer(self, number: int) -> Tensor:
         """See `SendingLane`."""
+        # The broadcast that still reads a buffer has to end before it is filled again.
         if (work := self._works[number % BUFFERS]) is not None:
             _wait_for(work, self._check)
             self._works[number % BUFFERS] = None
@@ -277,6 +278,7 @@ class HandleSending:
     def send(self, number: int, bucket: int, size: int) -> None:
         """See `SendingLane`."""
         filled = self._memory[number % BUFFERS]
+        # What fills it runs beside this thread, and a reader's process does not wait for that.
         if isinstance(filled, Tensor) and filled.device.type == "cuda":
             torch.cuda.synchronize(filled.device)
         self._sent[number % BUFFERS] = bucket
@@ -314,7 +316,7 @@ class HandleReading:
             if memory.numel() < size:
                 raise WeightsError(f"bucket {number} has {memory.numel()} bytes instead of {size}")
             arrived = memory[:size].clone()
-            if memory.device.type == "cuda":
+            if memory.device.type == "cuda":  # the sender must not fill it before it is copied
                 torch.cuda.synchronize(memory.device)
             self._meeting.put(f"{self._key}/read/{number}/{self._name}", "")
             yield arrived

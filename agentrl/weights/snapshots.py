@@ -67,6 +67,7 @@ class Snapshots:
         """
         kept = {*used}
         for start in (version, *resumable):
+            # Also the version itself, which later ones may need.
             kept |= {*self.needed(start), start}
         self._keep(lambda there: there in kept)
 

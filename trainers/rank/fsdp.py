@@ -226,10 +226,13 @@ class FullyShard:
     def gradient_squares(self) -> Mapping[str, Tensor]:
         """See `Sharding`. What several ranks have counts on the first of them."""
         own: dict[str, Tensor | None] = {}
+        tensor = self.groups.tensor
+        is_first = tensor is None or tensor.rank == 0
         for name, parameter in self.model.named_parameters():
             gradient = parameter.grad
             if isinstance(gradient, DTensor):
-                own[name] = gradient.to_local() if self._is_first_copy(name) else None
+                counts = self.groups.replica == 0 and (is_first or not self._is_copied(name))
+                own[name] = gradient.to_local() if counts else None
             elif parameter.requires_grad:
                 own[name] = gradient if self.rank == 0 else None
         return squares(own, self.device)
@@ -308,12 +311,6 @@ class FullyShard:
     def close(self) -> None:
         """See `Sharding`."""
         dist.destroy_process_group()
-
-    def _is_first_copy(self, name: str) -> bool:
-        """True if this is the first of the ranks that have the same of a parameter."""
-        tensor = self.groups.tensor
-        is_first = tensor is None or tensor.rank == 0 or not self._is_copied(name)
-        return self.groups.replica == 0 and is_first
 
     def _is_copied(self, name: str) -> bool:
         of_model = name.removeprefix("model.")

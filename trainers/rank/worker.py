@@ -136,6 +136,9 @@ class TrainerRank:
             self._accumulate(micro_batches, old, loss, normalizer / len(shard), tally)
             self._update(lr, tally)
         self._steps_done += 1
+        means = self._means(tally, loss_tokens)
+        if self._balances:  # without its weight
+            means["router_aux_loss"] = float(self.sharding.sum(tally.balance)) / len(shard)
         self._logprobs = [rows_3N.float().cpu().numpy() for rows_3N in tally.logprobs]
         return {
             "loss": tally.loss / len(shard),
@@ -143,8 +146,7 @@ class TrainerRank:
             **tally.grad_norms,
             "lr": lr,
             "loss_tokens": float(loss_tokens),
-            **self._means(tally, loss_tokens),
-            **self._balance_metric(tally, len(shard)),
+            **means,
             "logprob_gap_max": tally.gap_max,
             **{f"seconds_{phase}": seconds for phase, seconds in tally.seconds.items()},
         }
@@ -390,12 +392,6 @@ class TrainerRank:
                 assert sums_2E is not None
                 found.append(sums_2E * float(micro_batch.counts))
         return self.sharding.sum(torch.stack(found).sum(0))
-
-    def _balance_metric(self, tally: "_Tally", minibatches: int) -> dict[str, float]:
-        """The mean of the balance loss over the minibatches, without its weight."""
-        if not self._balances:
-            return {}
-        return {"router_aux_loss": float(self.sharding.sum(tally.balance)) / minibatches}
 
     def _compare_routing(self, samples: DeviceMicroBatch, weight: float, tally: "_Tally") -> None:
         """Compare the experts that the routers liked best in the last pass with those that the
