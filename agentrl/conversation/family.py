@@ -8,6 +8,7 @@ one whose template was changed is not. Models that are not recognised are render
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from functools import partial
@@ -20,6 +21,8 @@ from agentrl.conversation.reading import Reading
 from agentrl.errors import ConfigError
 from agentrl.tokens.arrays import IntArray, ints
 from agentrl.trajectory import Message, ToolCall
+
+logger = logging.getLogger(__name__)
 
 _TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -60,7 +63,8 @@ _PROBES: Sequence[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = (
 """Conversations that tell the families apart: a system message, a second turn, a call with its
 result, reasoning.
 """
-_MARKS = {"gpt-oss": "<|channel|>"}
+_GPT_OSS = "gpt-oss"
+_MARKS = {_GPT_OSS: "<|channel|>"}
 """A token that a model of the family has. These rules look for files in the network, which no other
 model waits for.
 """
@@ -142,7 +146,7 @@ class Family:
     ) -> Reading:
         """An answer, taken apart by the library's parser. Never raises, whatever the tokens are."""
         begun, answer = prompt_ids.tolist(), answer_ids.tolist()
-        if self.name == "gpt-oss":
+        if self.name == _GPT_OSS:
             return read_harmony(self._tokenizer, begun, answer)
         if self._header:
             begun, answer = begun[: len(begun) - len(self._header)], [*self._header, *answer]
@@ -180,9 +184,12 @@ def family_named(name: str, tokenizer: Any, variables: Mapping[str, Any]) -> Fam
     """The family with that name.
 
     Raises:
-        ConfigError: the tokenizer lacks a token that it needs, or it has none of these variables.
+        ConfigError: the tokenizer lacks a token that it needs, it has none of these variables, or a
+            file that it needs cannot be had.
     """
     try:
+        if not _has_mark(name, tokenizer):
+            raise ValueError(f"its tokenizer has no token {_MARKS[name]}")
         made = partial(_showing_all, name, variables)
         return Family(
             name,
@@ -195,6 +202,8 @@ def family_named(name: str, tokenizer: Any, variables: Mapping[str, Any]) -> Fam
             f"model.renderer={name} does not fit this model: {error}. Write model.renderer=auto, or"
             " template"
         ) from error
+    except RuntimeError as error:
+        raise ConfigError(f"model.renderer={name} cannot be used: {_missing(error)}") from error
 
 
 def names() -> Iterator[str]:
@@ -222,8 +231,10 @@ def reading_family(
         else [[]]
     )
     for name in names():
-        rules = _rules(name, tokenizer, {})
-        for own in headers if rules is not None else ():
+        # Answers of gpt-oss are read without its rules, and so without the files that these need.
+        is_read_here = name == _GPT_OSS and _has_mark(name, tokenizer)
+        rules = None if is_read_here else _rules(name, tokenizer, {})
+        for own in headers if is_read_here or rules is not None else ():
             family = Family(name, tokenizer, rules, own)
             with suppress(Exception):  # the answer is of another form
                 found = family.read(before, answer, ())
@@ -251,11 +262,34 @@ def _showing_all(name: str, variables: Mapping[str, Any], tokenizer: Any) -> Any
 
 def _rules(name: str, tokenizer: Any, variables: Mapping[str, Any], **more: Any) -> Any | None:
     """The rules of a family, if the tokenizer has the tokens that they need."""
-    if name in _MARKS and len(tokenizer.encode(_MARKS[name], add_special_tokens=False)) != 1:
+    if not _has_mark(name, tokenizer):
         return None
     with redirect_stdout(StringIO()), suppress(Exception):
-        return _make_renderer(name, tokenizer, variables, **more)
+        try:
+            return _make_renderer(name, tokenizer, variables, **more)
+        except RuntimeError as error:
+            if name == _GPT_OSS:
+                logger.warning(
+                    "whether the model is of the family %s cannot be told, so its prompts are"
+                    " written by its chat template: %s",
+                    name,
+                    _missing(error),
+                )
     return None
+
+
+def _has_mark(name: str, tokenizer: Any) -> bool:
+    """Whether the tokenizer has the token that all models of the family have."""
+    return name not in _MARKS or len(tokenizer.encode(_MARKS[name], add_special_tokens=False)) == 1
+
+
+def _missing(error: RuntimeError) -> str:
+    """What the rules of gpt-oss lack where their package has no vocabulary, and how to get it."""
+    return (
+        f"{error}. Install oss-harmony in place of openai-harmony, as it has the vocabulary in it,"
+        " or name a folder with the file o200k_base.tiktoken in TIKTOKEN_ENCODINGS_BASE, or write"
+        " model.renderer=template"
+    )
 
 
 def _same(rules: Any, wanted: Sequence[list[int] | None]) -> bool:

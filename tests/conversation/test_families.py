@@ -3,6 +3,7 @@ calls.
 """
 
 import json
+import re
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from agentrl import plugins
 from agentrl.conversation import renderer as renderer_module
 from agentrl.conversation.chat_template import ChatTemplate
 from agentrl.conversation.config import RendererConfig
-from agentrl.conversation.family import find_family
+from agentrl.conversation.family import family_named, find_family
 from agentrl.conversation.reading import (
     MARKS,
     Marks,
@@ -93,6 +94,26 @@ def test_only_a_tokenizer_with_the_tokens_of_gpt_oss_waits_for_its_files(
     tokenizer.add_tokens(["<|channel|>"], special_tokens=True)
     find_family(tokenizer, {}, {})
     assert asked
+
+
+def test_without_the_vocabulary_of_gpt_oss_its_answers_are_read_and_its_rules_say_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import renderers.gpt_oss
+    from openai_harmony import HarmonyError
+
+    def load(*_: Any) -> None:
+        raise HarmonyError("failed to download or load vocab file")
+
+    monkeypatch.setattr(renderers.gpt_oss, "load_harmony_encoding", load)
+    tokenizer = tokenizer_of("gptoss")
+    assert find_family(tokenizer, {}, {}) is None
+    (warning,) = caplog.messages
+    assert re.search(r"written by its chat template: failed to download.* oss-harmony", warning)
+    with pytest.raises(ConfigError, match=r"gpt-oss cannot be used: .* TIKTOKEN_ENCODINGS_BASE"):
+        family_named("gpt-oss", tokenizer, {})
+    assert renderer("gptoss", renderer="template").calls_read_by == "the family gpt-oss"
+    assert len(caplog.messages) == 1  # reading needs no vocabulary
 
 
 def test_families_are_recognised_by_what_their_templates_write() -> None:
