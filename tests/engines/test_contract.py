@@ -6,6 +6,7 @@ The truth is a plain forward pass of the same weights over the whole sequence, w
 
 import asyncio
 import copy
+import inspect
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -101,13 +102,16 @@ class Truth:
         the KV that the spans before it have left.
         """
         cache, parts = DynamicCache(config=self._model.config), []
+        # `cache` in newer versions of transformers.
+        takes = inspect.signature(self._model.forward).parameters
+        name = "cache" if "cache" in takes else "past_key_values"
         with torch.inference_mode():
             for weights, tokens in spans:
                 answer = torch.func.functional_call(
                     self._model,
                     dict(weights),
                     (torch.tensor([tokens]),),
-                    {"use_cache": True, "past_key_values": cache},
+                    {"use_cache": True, name: cache},
                     tie_weights=True,
                 )
                 parts.append(answer.logits[0])
