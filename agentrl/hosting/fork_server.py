@@ -46,7 +46,7 @@ class ForkServer:
         )
         with theirs:
             self._process = subprocess.Popen(
-                [python or sys.executable, "-P", "-c", code],
+                [python or sys.executable, "-u", "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
                 pass_fds=arguments,
                 start_new_session=True,

@@ -70,8 +70,8 @@ def _become_a_worker(request: Mapping[str, Any], fd: int, lifeline: int, output:
         os.dup2(output, standard)
     os.close(output)
     for stream in (sys.stdout, sys.stderr):
-        # Unbuffered, so that a crash loses nothing; with `backslashreplace`, so that print accepts
-        # any text of a model.
+        # Unbuffered (by Python's `-u`), so that a crash loses nothing; with `backslashreplace`, so
+        # that print accepts any text of a model.
         assert isinstance(stream, TextIOWrapper)  # as Python has opened it
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", write_through=True)
     os.environ.clear()

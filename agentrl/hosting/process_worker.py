@@ -33,7 +33,11 @@ from agentrl.protocols.env import (
 
 def serve(fd: int, address: str, scratch: str) -> None:
     """Answer the driver's calls until it disconnects."""
-    faulthandler.enable()
+    # What was last written is shown: the stack of C would push that of Python out of it.
+    if sys.version_info >= (3, 14):
+        faulthandler.enable(c_stack=False)
+    else:
+        faulthandler.enable()
     # `fd` itself stays open until the process ends. So when the driver reads the end of the stream,
     # the exit status is fixed, and killing the rest of the group cannot change it.
     connection = Connection(os.dup(fd))

@@ -50,7 +50,7 @@ ODD = '''
             print("asked to", action[:40])
             match action.split():
                 case ["exit"]: sys.exit(3)
-                case ["die"]: os.kill(os.getpid(), signal.SIGSEGV)
+                case ["die", *_]: os.kill(os.getpid(), signal.SIGSEGV)
                 case ["sleep"]: time.sleep(1000)
                 case ["regex"]: re.match(r"(a+)+$", "a" * 100 + "b")
                 case ["raise"]: raise KeyError("mine")
@@ -196,6 +196,30 @@ def test_what_goes_wrong_over_there_is_said_and_costs_its_own_episode_only(actio
         await other.close()
 
     asyncio.run(main())
+
+
+def test_a_crash_loses_nothing_of_what_was_printed_where_python_buffers():
+    code = """
+        from agentrl.errors import EnvError
+        from agentrl.hosting.process_env import ProcessEnv
+
+        env = ProcessEnv("odd_env_of_a_process:Odd")
+        env.reset(seed=0, options={})
+        try:
+            env.step("die of it")
+        except EnvError as error:
+            print(error)
+        env.close()
+    """
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path.cwd())])
+    command = [sys.executable, "-c", dedent(code)]
+    said = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=300
+    ).stdout
+    assert "was killed by SIGSEGV" in said
+    assert "asked to die of it" in said
+    assert "Segmentation fault" in said
 
 
 def test_after_a_crash_the_next_reset_starts_another_process():
