@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import re
+import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,8 +146,10 @@ def _begins_with(path: Path, begin: bytes) -> bool:
 def _sources(data: str, split: str, subset: str | None, revision: str | None) -> list[RowSource]:
     path = Path(data).expanduser()
     try:
-        is_file = path.is_file()
-    except OSError as error:  # the name is too long
+        is_file = stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        is_file = False
+    except OSError as error:  # the name is too long, which `Path.is_file` hides since Python 3.14
         raise ConfigError(f"there is no file or folder {data!r:.200}: {error.strerror}") from error
     if is_file:
         if kind_of(path) is None:
