@@ -96,7 +96,10 @@ def test_samples_that_share_prefixes_have_the_logprobs_and_gradients_that_each_h
 def compare_with_each_alone(family: str, *, checkpointed: bool, prompt: int) -> None:
     plain, shared = models(family)
     if checkpointed:
-        shared.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if hasattr(shared, "activation_checkpointing_enable"):  # newer versions of transformers
+            shared.activation_checkpointing_enable({"use_reentrant": False})
+        else:
+            shared.gradient_checkpointing_enable({"use_reentrant": False})
         shared.train()
     ((batch,),) = micro_batches(collate(group(2, 4, prompt=prompt)), 10**6)
     assert batch.computed_tokens < 0.4 * batch.tokens
