@@ -95,6 +95,15 @@ def remove_unfinished(folder: Path) -> None:
         remove_left(left)
 
 
+def remove_unfinished_folders(folder: Path) -> None:
+    """Remove the incomplete folders in a folder, and in those in it. Incomplete files stay: threads
+    may still write them.
+    """
+    for left in list(folder.rglob(f"{UNFINISHED}*")):
+        if left.is_dir():
+            remove_left(left)
+
+
 @functools.cache
 def _say_it_stays(path: Path, why: str | None) -> None:
     """Warn of something that cannot be removed, once."""

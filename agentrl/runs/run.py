@@ -59,7 +59,7 @@ from agentrl.config.loading import LoadedConfig
 from agentrl.config.run_config import unused_by
 from agentrl.errors import AgentRLError, ConfigError, describe
 from agentrl.files.disk_errors import storage_problem
-from agentrl.files.durable import remove_unfinished, write_whole
+from agentrl.files.durable import remove_unfinished, remove_unfinished_folders, write_whole
 from agentrl.flow import Flow, run_to_completion
 from agentrl.ledger.ledger import Ledger
 from agentrl.models.overrides import overridden_folder
@@ -249,6 +249,9 @@ class Run:
     def _end(self, error: BaseException | None) -> None:
         """Keep why the run ends. That it cannot be kept must not hide why the run ends."""
         try:
+            if isinstance(error, Exception):
+                # Half a checkpoint may have taken the last room on the disk, also for the reason.
+                remove_unfinished_folders(self.folder)
             newest = self.checkpoints.latest()
             steps = count_steps(self.metrics.rows())
             ending = ending_of(

@@ -1,6 +1,7 @@
 """Why a run ended is kept: in `status.json`, in its summary, and for those who read them."""
 
 import asyncio
+import errno
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from agentrl.config import load_config
 from agentrl.errors import RetriesExhaustedError
+from agentrl.observe.ending import Ending
 from agentrl.protocols import Savable
 from agentrl.runs.run import Run
 from agentrl.trajectory import Task
@@ -123,6 +125,33 @@ def fails_where_nothing_can_be_written(run: Run) -> None:
         path.unlink(missing_ok=True)
         path.mkdir()
     raise FAILED
+
+
+class TooLarge(Savable):
+    """State that no disk has room for: it fails when a part of it is written."""
+
+    async def save(self, folder: Path) -> None:
+        await asyncio.to_thread(folder.mkdir)
+        await asyncio.to_thread((folder / "model.safetensors").write_bytes, bytes(1 << 20))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_half_a_checkpoint_takes_no_room_from_the_words_why_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_in(tmp_path / "run")
+    there: list[list[str]] = []
+    end = run.status.end
+
+    def ends(ending: Ending) -> None:
+        there.append([path.name for path in run.checkpoints.folder.iterdir()])
+        end(ending)
+
+    monkeypatch.setattr(run.status, "end", ends)
+    with pytest.raises(OSError, match="No space left"), run:
+        asyncio.run(run.save_checkpoint(1, TooLarge()))
+    assert there == [[]]
+    assert ended(tmp_path / "run", "status.json")["why"] == "no space is left on the disk"
 
 
 def test_a_run_whose_process_is_gone_without_a_word_was_killed(tmp_path: Path) -> None:
