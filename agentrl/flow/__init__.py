@@ -2,7 +2,7 @@
 
 from agentrl.flow.channel import Channel, ChannelClosedError, ChannelStats
 from agentrl.flow.clock import VirtualDeadlockError, VirtualTimeLoop, now, run_virtual
-from agentrl.flow.completion import run_to_completion
+from agentrl.flow.completion import made_in_thread, run_to_completion
 from agentrl.flow.deadline import PendingWait, deadline, pause_deadlines, waits
 from agentrl.flow.event_log import EventLog
 from agentrl.flow.flow import Flow
@@ -50,6 +50,7 @@ __all__ = [
     "freeze_gc",
     "has_played",
     "loop_metrics",
+    "made_in_thread",
     "note_played",
     "now",
     "pause_deadlines",

@@ -1,7 +1,11 @@
-"""`run_to_completion`: work that must finish even if its caller is cancelled."""
+"""`run_to_completion`: work that must finish even if its caller is cancelled; `made_in_thread`:
+what a thread makes belongs to somebody, also then.
+"""
 
 import asyncio
-from collections.abc import Coroutine
+import contextvars
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -25,3 +29,24 @@ async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
             task.exception()  # retrieve it, since the cancelled caller will not
         raise cancelled
     return task.result()
+
+
+async def made_in_thread(make: Callable[[], T], undo: Callable[[T], object]) -> T:
+    """What `make` returns in a thread: a folder, a process, a file that is open.
+
+    A cancelled caller does not wait for the thread, and never gets what that makes: `undo`, which
+    must be quick, is called with it on the event loop when it is made. (After a mere
+    `asyncio.to_thread`, nobody would know of it.)
+    """
+    context = contextvars.copy_context()
+    making = asyncio.get_running_loop().run_in_executor(None, context.run, make)
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(partial(_undo, undo))
+        raise
+
+
+def _undo(undo: Callable[[T], object], making: "asyncio.Future[T]") -> None:
+    if not making.cancelled() and making.exception() is None:
+        undo(making.result())

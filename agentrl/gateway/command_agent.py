@@ -30,10 +30,12 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from agentrl.errors import EnvError
-from agentrl.flow import Flow, run_to_completion
+from agentrl.flow import Flow, made_in_thread, run_to_completion
 from agentrl.gateway.outcome import LONGEST_REWARD, AgentOutcome, written_outcome
 from agentrl.gateway.program import ProgramAssignment, agent_variables
 from agentrl.gateway.session_registry import SessionRegistry
@@ -63,7 +65,8 @@ class CommandAgent:
         """Run the command for one task. When it ends, so do all processes that it has started."""
         if self.contained_by is not None:
             assignment = replace(assignment, url=f"http://127.0.0.1:{assignment.port}")
-        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="agentrl-agent-"))
+        make = partial(tempfile.mkdtemp, prefix="agentrl-agent-")
+        folder = Path(await made_in_thread(make, undo=os.rmdir))
         try:
             status = await self._status(assignment, folder)
             if status:
@@ -97,7 +100,9 @@ class CommandAgent:
             EnvError: there is none, and the command does not run.
         """
         channel.settimeout(_START_SECONDS)
-        said, sockets, *_ = await asyncio.to_thread(socket.recv_fds, channel, 4096, 1)
+        said, sockets, *_ = await made_in_thread(
+            partial(socket.recv_fds, channel, 4096, 1), undo=_close_received
+        )
         if said != network.READY:
             raise EnvError(
                 f"the command {self.command!r:.200} was not started:"
@@ -139,6 +144,11 @@ class CommandAgent:
             return int(await leader.stdout.readline() or b"255")
         finally:
             await run_to_completion(_end_started_processes(leader, assignment.api_key))
+
+
+def _close_received(received: tuple[bytes, list[int], int, Any]) -> None:
+    for descriptor in received[1]:
+        os.close(descriptor)
 
 
 async def _end_started_processes(leader: asyncio.subprocess.Process, key: str) -> None:

@@ -74,7 +74,11 @@ class EnvPool:
         if env.broken:
             await env.close()
         else:
-            self._idle[name].append(env)
+            self.keep(name, env)
+
+    def keep(self, name: str, env: LiveEnv) -> None:
+        """Keep an instance that works, or was never used, for the next episode."""
+        self._idle[name].append(env)
 
     async def close(self) -> None:
         """Close every idle instance, all at the same time: one that hangs costs its deadline and

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import prometheus_client as prometheus
@@ -16,7 +17,7 @@ from pydantic import Field
 
 from agentrl.cluster.worker_registry import WorkerCount
 from agentrl.errors import ConfigError, DeadlineError, EnvError, LethalTaskError, OutageError
-from agentrl.flow import deadline, now
+from agentrl.flow import deadline, made_in_thread, now
 from agentrl.hosting.live_env import LiveEnv
 from agentrl.hosting.pool import EnvPool
 from agentrl.remote.protocol import (
@@ -207,8 +208,12 @@ class Sessions:
         self._opening += 1
         try:
             with deadline("environment", "reset", self.limits.call_seconds):
-                # A constructor may load for seconds, which would block the other sessions.
-                env = await asyncio.to_thread(self._host.acquire, self._name)
+                # A constructor may load for seconds, which would block the other sessions. What it
+                # makes too late is for the next session.
+                env = await made_in_thread(
+                    partial(self._host.acquire, self._name),
+                    undo=partial(self._host.keep, self._name),
+                )
         except DeadlineError:
             raise Refusal(
                 504, f"making the environment took over {self.limits.call_seconds:g} s"

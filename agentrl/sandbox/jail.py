@@ -10,10 +10,12 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import agentrl
+from agentrl.flow import made_in_thread
 from agentrl.sandbox import cgroup
 from agentrl.sandbox.order import DONE, HEADER, LARGEST_REPORT, PIECE, JailReport, Order
 from agentrl.sandbox.outcome import LimitHit, Outcome, Ran, SandboxLost
@@ -97,13 +99,8 @@ class Jail:
             JailError: the machine does not support `backend`; says what it lacks.
         """
         # In a thread, as a busy machine takes its time until the new process is one.
-        loop = asyncio.get_running_loop()
-        made = loop.run_in_executor(None, cls, backend, config, disk, port)
-        try:
-            jail = await asyncio.shield(made)
-        except asyncio.CancelledError:
-            made.add_done_callback(_kill_made)
-            raise
+        make = partial(cls, backend, config, disk, port)
+        jail = await made_in_thread(make, undo=cls.kill)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 reply = await jail._first_message()
@@ -229,9 +226,3 @@ class Jail:
         cgroup.remove(self._group)
         with suppress(OSError, RecursionError):
             shutil.rmtree(self._scratch)
-
-
-def _kill_made(made: "asyncio.Future[Any]") -> None:
-    """End a jail that nobody waited for."""
-    if not made.cancelled() and made.exception() is None:
-        made.result().kill()

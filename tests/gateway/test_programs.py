@@ -5,6 +5,8 @@ them is left.
 import asyncio
 import os
 import sys
+import tempfile
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -155,6 +157,29 @@ def test_all_processes_of_a_command_end_with_it(tmp_path):
         await until(lambda: not processes_with(key))
 
     asyncio.run(main())
+
+
+def test_an_episode_that_ends_while_its_folder_is_made_leaves_no_folder(tmp_path, monkeypatch):
+    begun, may_go_on, make = threading.Event(), threading.Event(), tempfile.mkdtemp
+
+    def made_late(prefix: str) -> str:
+        begun.set()
+        may_go_on.wait()
+        return make(prefix=prefix, dir=tmp_path)
+
+    async def main() -> None:
+        agent = CommandAgent("true").run(ProgramAssignment(TASK, "http://127.0.0.1:1", "key"))
+        playing = asyncio.get_running_loop().create_task(agent)
+        await asyncio.to_thread(begun.wait)
+        playing.cancel()
+        await asyncio.sleep(0)  # it is cancelled now
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made_late)
+    asyncio.run(main())
+    assert list(tmp_path.iterdir()) == []
 
 
 # Starts a process that ignores signals and has none of the episode's variables, and whose parents

@@ -6,18 +6,20 @@ import asyncio
 import logging
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from agentrl.errors import EnvError, OutageError
 from agentrl.flow import wait_reasons
 from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.live_env import LiveEnv
 from agentrl.hosting.pool import EnvPool
 from agentrl.remote import choice, link, sessions
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.env_worker import worker_limits
 from agentrl.remote.openenv.client import OpenEnv
-from agentrl.remote.protocol import Reset
+from agentrl.remote.protocol import Refusal, Reset
 from agentrl.remote.sessions import ServerLimits, Sessions
 from tests.processes import PATIENCE_SECONDS
 from tests.remote.served import served
@@ -65,6 +67,39 @@ def test_the_sessions_of_a_client_without_a_connection_end_after_a_grace(
         assert await living_after(2) == {"by HTTP"}
         assert await living_after(900) == set()
         await all_of_them.end_all()
+
+    asyncio.run(main())
+
+
+class NotingPool(EnvPool):
+    """An `EnvPool` that notes how many instances it has kept."""
+
+    kept = 0
+
+    def keep(self, name: str, env: LiveEnv) -> None:
+        super().keep(name, env)
+        self.kept += 1
+
+
+def test_an_environment_that_is_made_too_late_for_its_client_is_the_next_one_s() -> None:
+    may_go_on, made = threading.Event(), list[Counting]()
+
+    def make() -> Counting:
+        may_go_on.wait()
+        made.append(Counting())
+        return made[-1]
+
+    async def main() -> None:
+        pool = NotingPool({"slow": make}, EnvDeadlines())
+        of_server = Sessions(pool, "slow", ServerLimits(call_seconds=0.01))
+        with pytest.raises(Refusal, match="making the environment took over"):
+            await of_server.open()
+        of_server.limits = ServerLimits()
+        may_go_on.set()
+        await until(lambda: pool.kept)
+        assert (await of_server.open()).session in of_server
+        assert len(made) == 1
+        await of_server.end_all()
 
     asyncio.run(main())
 
