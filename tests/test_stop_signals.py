@@ -1,6 +1,7 @@
 """What runs for long ends by each stop signal, in the same way."""
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -70,6 +71,24 @@ def test_signals_of_schedulers_and_terminals_stop_a_run_and_the_next_one_keeps_i
     os.kill(os.getpid(), signal.SIGTERM)  # while the process ends
     assert done == ["saved"] * saved
     assert stopping.by == first
+
+
+def test_a_second_ctrl_c_prints_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async def works() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            send(signal.SIGINT)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(works())
+            asyncio.get_running_loop().call_later(0.01, send, signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_steadily(main())
+    gc.collect()  # asyncio complains of a task when it is deleted
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("ignored", [signal.SIGHUP, signal.SIGUSR1])

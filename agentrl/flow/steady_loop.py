@@ -97,6 +97,13 @@ class SteadyLoop(asyncio.SelectorEventLoop):
             self._spares = gc.get_threshold()
             gc.set_threshold(_NEW_OBJECTS, self._spares[1], _FULL_EVERY)
 
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Report an error that nobody waits for. A second Ctrl-C is none: it has ended the loop
+        already, and where it struck says nothing.
+        """
+        if not isinstance(context.get("exception"), KeyboardInterrupt):
+            super().call_exception_handler(context)
+
     def close(self) -> None:
         """Close the loop."""
         if self._spares:
