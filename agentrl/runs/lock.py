@@ -1,6 +1,9 @@
-"""`RunLock`: at most one process trains in the folder of a run."""
+"""`RunLock`: at most one process trains in the folder of a run, and the folder stays in place."""
 
+import os
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Self
 
 from agentrl.errors import ConfigError
@@ -15,11 +18,13 @@ class RunLock:
 
     Raises:
         ConfigError: on entering: another process holds it.
+        OSError: on entering: nothing can be written there.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = FileLock(folder / "lock")
+        self._open = ExitStack()
 
     def __enter__(self) -> Self:
         if not self._lock.acquire(wait=False):
@@ -29,16 +34,33 @@ class RunLock:
                 f"{self._folder} is in use: {holder} trains there. Wait until it has ended or "
                 "stop it, or write run_dir=ANOTHER for a new run"
             )
-        self._file = (self._folder / "lock").open("a")
-        self._write(str(Holder.this()))
+        with ExitStack() as opened:
+            opened.callback(self._lock.release)
+            self._file = opened.enter_context((self._folder / "lock").open("ab", buffering=0))
+            # While it is open, no new folder is taken for it, though it were deleted.
+            self._place = os.open(self._folder, os.O_RDONLY)
+            opened.callback(os.close, self._place)
+            self._write(str(Holder.this()))
+            self._open = opened.pop_all()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._write("")
-        self._file.close()
-        self._lock.release()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._open:
+            self._write("")
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if the folder is where it was when it was locked."""
+        try:
+            return os.path.samestat(self._folder.stat(), os.fstat(self._place))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def _write(self, holder: str) -> None:
         self._file.truncate(0)
-        self._file.write(holder)
-        self._file.flush()
+        self._file.write(holder.encode())

@@ -216,6 +216,7 @@ class Recorder:
             if step is not None and phase != "record" and (left := take_all()):
                 path = self._folder / "untrained" / f"step_{step:06d}.parquet"
                 try:
+                    self._status.check_place()
                     await run_to_completion(
                         asyncio.to_thread(write_trajectories, path, left, self._epoch)
                     )
@@ -245,8 +246,13 @@ class Recorder:
         self._keep_warning(len(self.metrics.values("reward")), Alarm(text, ()))
 
     def _keep_warning(self, step: int, alarm: Alarm) -> None:
-        with (self._folder / "warnings.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, **asdict(alarm)}) + "\n")
+        """Keep what was said. That it cannot be kept ends no run, and hides no other error."""
+        path = self._folder / "warnings.jsonl"
+        try:
+            with path.open("a") as file:
+                file.write(json.dumps({"step": step, **asdict(alarm)}) + "\n")
+        except OSError as error:
+            logger.warning("a warning cannot be written into %s: %s", path, error)
 
     @cached_property
     def _epoch(self) -> float:

@@ -57,7 +57,7 @@ from agentrl.config.history import ConfigHistory, SettingChange
 from agentrl.config.learning_rates import jumps_of_schedules, notes_of_schedules
 from agentrl.config.loading import LoadedConfig
 from agentrl.config.run_config import unused_by
-from agentrl.errors import AgentRLError, ConfigError, describe
+from agentrl.errors import AgentRLError, ConfigError, StorageError, describe
 from agentrl.files.disk_errors import storage_problem
 from agentrl.files.durable import remove_unfinished, remove_unfinished_folders, write_whole
 from agentrl.flow import Flow, run_to_completion
@@ -131,7 +131,7 @@ class Run:
         data = check_config(loaded, new_model=self._new_model)
         make_folder(self.folder)
         with ExitStack() as opened:
-            opened.enter_context(RunLock(self.folder))
+            self._lock = opened.enter_context(RunLock(self.folder))
             # Another process may have started and ended before the folder was locked.
             check_folder(self.folder, resumed=resume)
             opened.enter_context(RunTemp(self.folder))
@@ -152,7 +152,12 @@ class Run:
             check_data(self.folder, data, resumed=resume, change=change)
             self.ledger = Ledger(self.folder / "ledger.sqlite")
             self.display = ProgressDisplay(console, self.config.steps, str(self.folder))
-            self.status = RunStatus(self.folder, self.display, profiled=self.config.observe.profile)
+            self.status = RunStatus(
+                self.folder,
+                self.display,
+                profiled=self.config.observe.profile,
+                check_place=self._check_place,
+            )
             settings = {key: value for key, value, _ in loaded.rows()}
             self.recorder = Recorder(self.config, settings, self.ledger, self.status, self.display)
             self.metrics = self.recorder.metrics
@@ -244,7 +249,26 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         with self._open:
+            if error is not None:
+                try:
+                    self._check_place()
+                except StorageError:  # so nothing can be kept there
+                    if not isinstance(error, Exception):
+                        return
+                    raise
             self._end(error)
+
+    def _check_place(self) -> None:
+        """Check that the run is in its folder: what is written now could land in another one.
+
+        Raises:
+            StorageError: it is not.
+        """
+        if not self._lock.is_in_place or not (self.folder / "config.yaml").exists():
+            raise StorageError(
+                f"the folder {self.folder} was moved or deleted while its run went on, which ends"
+                " with this. If it was moved, `agentrl train --resume` goes on where it is now"
+            )
 
     def _end(self, error: BaseException | None) -> None:
         """Keep why the run ends. That it cannot be kept must not hide why the run ends."""

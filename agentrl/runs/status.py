@@ -23,10 +23,19 @@ class RunStatus:
     """Writes `status.json`, `timeline.jsonl`, `live.json`, `machine.jsonl` and profiles. A context
     manager.
 
-    `profiled`: whether every step is profiled.
+    `profiled`: whether every step is profiled. `check_place` raises if the run is not in its
+    folder any more, and is called before a phase begins.
     """
 
-    def __init__(self, folder: Path, display: ProgressDisplay, *, profiled: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        display: ProgressDisplay,
+        *,
+        profiled: bool,
+        check_place: Callable[[], None],
+    ) -> None:
+        self.check_place = check_place
         self._folder = folder
         self._display = display
         self._live = LiveStatus(folder)
@@ -71,7 +80,12 @@ class RunStatus:
         self._live.watch(underway)
 
     def begin_phase(self, step: int, phase: str) -> None:
-        """Record in `status.json` and `timeline.jsonl` that `phase` of step `step` begins."""
+        """Record in `status.json` and `timeline.jsonl` that `phase` of step `step` begins.
+
+        Raises:
+            StorageError: the run is not in its folder any more.
+        """
+        self.check_place()
         begin = datetime.now(UTC)
         self._profiler.begin_phase(step, phase, begin.timestamp())
         self._display.begin_phase(phase)

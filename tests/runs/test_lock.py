@@ -1,8 +1,10 @@
 """One process at a time trains in the folder of a run."""
 
 import asyncio
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from agentrl.config import load_config
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, StorageError
 from agentrl.ledger.ledger import read_ledger
 from agentrl.protocols import Savable
 from agentrl.runs.lock import RunLock
@@ -117,6 +119,58 @@ def test_a_killed_process_frees_the_folder(tmp_path: Path) -> None:
         holder.wait()
     with RunLock(tmp_path):
         pass
+
+
+def test_a_folder_that_cannot_be_written_is_free_when_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(lock: RunLock, holder: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(RunLock, "_write", refuses)
+        with pytest.raises(OSError, match="No space left"), RunLock(tmp_path):
+            pass
+    with RunLock(tmp_path):  # by the same process, as in a notebook
+        assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
+    assert (tmp_path / "lock").read_text() == ""
+
+
+def test_a_run_whose_folder_is_moved_ends_in_a_sentence_and_goes_on_where_it_is(
+    tmp_path: Path,
+) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+
+    def work(run: Run) -> None:
+        run.metrics.append({"step": 0, "reward": 1.0})
+        folder.rename(moved)
+        run.status.begin_phase(1, "train")
+
+    message = f"the folder {folder} was moved or deleted"
+    with pytest.raises(StorageError, match=message), run_in(folder, resume=False) as run:
+        work(run)
+    assert not folder.exists()
+    with run_in(moved, resume=True) as run:
+        assert run.metrics.values("reward") == {0: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(FileNotFoundError(2, "gone"), StorageError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_a_run_whose_folder_is_replaced_writes_no_ending_into_the_other_one(
+    tmp_path: Path, error: BaseException, raised: type[BaseException]
+) -> None:
+    folder = tmp_path / "run"
+
+    def fail() -> None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        raise error
+
+    with pytest.raises(raised), run_in(folder, resume=False):
+        fail()
+    assert not {"status.json", "summary.json", "lock"} & {path.name for path in folder.iterdir()}
 
 
 def test_what_a_killed_process_has_left_is_mended_when_the_run_goes_on(tmp_path: Path) -> None:
