@@ -17,7 +17,7 @@ from typing import Any
 from agentrl.config.from_file import ORIGINS, load_config, saved_origins
 from agentrl.config.loading import LoadedConfig
 from agentrl.errors import ConfigError
-from agentrl.files.durable import write_whole
+from agentrl.files.durable import append_line, write_whole
 
 CHANGES = "changes.jsonl"
 _ABSENT = "(none)"
@@ -108,8 +108,7 @@ class ConfigHistory:
             "at": datetime.now(UTC).isoformat(),
             "changed": changed,
         }
-        with (self.folder / CHANGES).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_line(self.folder / CHANGES, json.dumps(row))
 
     def _origins(
         self, loaded: LoadedConfig, changes: Sequence[SettingChange], step: int

@@ -33,6 +33,18 @@ def write_whole(path: Path, text: str) -> None:
     _to_disk(path.parent)
 
 
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file. What a full disk has cut off before it stays a line of its own, which
+    readers leave out.
+    """
+    with path.open("ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = f"\n{line}"
+        file.write(f"{line}\n".encode())
+
+
 def new_unfinished(path: Path) -> Path:
     """The temporary name of a folder to fill, for `finish_folder`. What a killed process left there
     is removed, or gets another name.

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from agentrl.files.durable import append_line
 from agentrl.package.distribution import installed_version
 
 FILE = "launches.jsonl"
@@ -26,8 +27,7 @@ def record_launch(run: Path, *, resumed: bool) -> None:
         "version": installed_version(),
         "resumed": resumed,
     }
-    with (run / FILE).open("a") as file:
-        file.write(json.dumps(launch) + "\n")
+    append_line(run / FILE, json.dumps(launch))
 
 
 def read_launches(text: bytes) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any, Self
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
+from agentrl.files.durable import append_line
 from agentrl.flow import PeriodicThread
 from agentrl.observe.usage import gpu_readers
 
@@ -72,8 +73,7 @@ class MachineLog(AbstractContextManager["MachineLog"]):
             if self._sampler is None:
                 self._sampler = _Sampler(self._run)  # the first sample is of what has passed since
             else:
-                with (self._run / FILE).open("a") as file:
-                    file.write(json.dumps(asdict(self._sampler.sample())) + "\n")
+                append_line(self._run / FILE, json.dumps(asdict(self._sampler.sample())))
         except (OSError, psutil.Error) as error:
             logger.warning(
                 "%s ends here, as the machine cannot be sampled: %s", self._run / FILE, error

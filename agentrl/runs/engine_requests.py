@@ -14,9 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
-from agentrl.files.durable import remove_left, write_whole
+from agentrl.files.durable import append_line, remove_left, write_whole
 from agentrl.settings.base import Settings
 
 FOLDER = "engines"
@@ -56,6 +56,9 @@ class EngineChange:
         took = f" in {self.seconds:.1f} s" if self.seconds else ""
         why = f" ({self.why})" if self.why else ""
         return f"engine {self.engine} was {self.change}{took}{why}; {self.serving} serve"
+
+
+_FORMAT = TypeAdapter(EngineChange)
 
 
 class AskedRun:
@@ -132,14 +135,19 @@ class EngineRequests:
     def record(self, change: EngineChange) -> None:
         """Add a change to those of the run."""
         self._folder.mkdir(exist_ok=True)
-        with (self._folder / _CHANGES).open("a") as file:
-            file.write(json.dumps(asdict(change)) + "\n")
+        append_line(self._folder / _CHANGES, json.dumps(asdict(change)))
 
 
 def read_changes(run: Path) -> Sequence[EngineChange]:
-    """The changes of the engines of a run, the oldest first."""
+    """The changes of the engines of a run that can be read, the oldest first."""
     try:
-        rows = (run / FOLDER / _CHANGES).read_text().splitlines()
+        rows = (run / FOLDER / _CHANGES).read_bytes().splitlines()
     except FileNotFoundError:
         return ()
-    return [EngineChange(**json.loads(row)) for row in rows]
+    found = []
+    for row in rows:
+        try:
+            found.append(_FORMAT.validate_json(row))
+        except ValidationError:
+            continue
+    return found

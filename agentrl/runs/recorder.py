@@ -23,7 +23,7 @@ from agentrl.cluster.worker_registry import worker_metrics
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import describe
 from agentrl.files.disk_errors import storage_problem
-from agentrl.files.durable import remove_left
+from agentrl.files.durable import append_line, remove_left
 from agentrl.flow import elapsed, run_to_completion
 from agentrl.ledger.ledger import Ledger
 from agentrl.observe.ending import Ending
@@ -249,8 +249,7 @@ class Recorder:
         """Keep what was said. That it cannot be kept ends no run, and hides no other error."""
         path = self._folder / "warnings.jsonl"
         try:
-            with path.open("a") as file:
-                file.write(json.dumps({"step": step, **asdict(alarm)}) + "\n")
+            append_line(path, json.dumps({"step": step, **asdict(alarm)}))
         except OSError as error:
             logger.warning("a warning cannot be written into %s: %s", path, error)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from agentrl.files.durable import unfinished, write_whole
+from agentrl.files.durable import append_line, unfinished, write_whole
 from agentrl.observe.ending import Ending
 from agentrl.observe.live_status import LiveStatus
 from agentrl.observe.machine import MachineLog
@@ -91,8 +91,7 @@ class RunStatus:
         self._display.begin_phase(phase)
         self._live.begin_phase()
         row = self._write(step, phase, begin)
-        with (self._folder / "timeline.jsonl").open("a") as timeline:
-            timeline.write(json.dumps(row) + "\n")
+        append_line(self._folder / "timeline.jsonl", json.dumps(row))
 
     def end(self, ending: Ending) -> None:
         """Record in `status.json` how the run has ended."""

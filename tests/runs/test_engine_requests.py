@@ -55,6 +55,19 @@ def test_what_was_asked_of_an_earlier_launch_is_forgotten_and_changes_are_kept(
     assert str(change) == "engine 2 was lost (it is gone); 3 serve"
 
 
+def test_a_change_that_a_full_disk_has_cut_off_costs_no_other_one(tmp_path: Path) -> None:
+    run = EngineRequests(tmp_path)
+    changes = [
+        EngineChange("2026-11-26T14:43:14+00:00", step, "added", step, 1.0, 2) for step in range(3)
+    ]
+    run.record(changes[0])
+    run.record(changes[1])
+    file = tmp_path / FOLDER / "changes.jsonl"
+    file.write_bytes(file.read_bytes()[:-9])
+    run.record(changes[2])
+    assert read_changes(tmp_path) == [changes[0], changes[2]]
+
+
 def test_a_request_that_cannot_be_read_is_answered_with_the_reason(tmp_path: Path) -> None:
     asked = AskedRun(tmp_path, TWO)
     (path,) = (tmp_path / FOLDER).iterdir()
