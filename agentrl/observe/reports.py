@@ -14,6 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
@@ -132,7 +133,7 @@ class EvaluationReport:
         """Write the report into a folder, and return its path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}_{self.step:06d}.json"
-        row = asdict(self)
+        row = {"at": datetime.now(UTC).isoformat(), **asdict(self)}
         del row["file"]
         write_whole(path, json.dumps(row, indent=1) + "\n")
         return path
@@ -190,7 +191,7 @@ def read_reports(folder: Path) -> dict[str, EvaluationReport]:
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
-    newest: dict[str, tuple[int, int, Path]] = {}
+    newest: dict[str, tuple[float, int, Path]] = {}
     for path in (
         path
         for pattern in ("*.json", "eval-*/*.json", "evaluations/**/*.json")
@@ -198,7 +199,7 @@ def read_reports(folder: Path) -> dict[str, EvaluationReport]:
     ):
         if match := re.fullmatch(r"(.+)_(\d{6,})\.json", path.name):
             newest[match[1]] = max(
-                newest.get(match[1], (0, 0, path)), (path.stat().st_mtime_ns, int(match[2]), path)
+                newest.get(match[1], (-math.inf, 0, path)), (_written(path), int(match[2]), path)
             )
     if not newest:
         raise ConfigError(
@@ -314,6 +315,16 @@ def left_out(
         else:
             found[name] = f"only the {'first' if name in first else 'second'} has it"
     return found
+
+
+def _written(path: Path) -> float:
+    """The Unix time at which a report was written. It says so itself, as a copy of the file may be
+    of any time; those of earlier versions do not.
+    """
+    try:
+        return datetime.fromisoformat(json.loads(path.read_bytes())["at"]).timestamp()
+    except (ValueError, LookupError, TypeError):
+        return path.stat().st_mtime
 
 
 def _read(path: Path) -> EvaluationReport:

@@ -205,11 +205,20 @@ def test_the_same_problem_is_compared_whatever_its_name_is() -> None:
     assert found.success.value == -1.0
 
 
-def test_the_newest_report_counts_wherever_it_lies_in_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("says_when", [True, False])  # those of earlier versions do not
+def test_the_newest_report_counts_wherever_it_lies_in_the_run(
+    tmp_path: Path, says_when: bool
+) -> None:
     places = ["evaluations", "evaluations/eval-20261125-140000", "evaluations/mine", "."]
     for number, place in enumerate(places):
         path = report("hard", 40 - number, {"a": [True]}).write(tmp_path / place)
-        os.utime(path, (1_000_000 + number, 1_000_000 + number))
+        if says_when:
+            os.utime(path, (1_000_000 - number, 1_000_000 - number))  # a copy is of any time
+        else:
+            row = json.loads(path.read_text())
+            del row["at"]
+            path.write_text(json.dumps(row))
+            os.utime(path, (1_000_000 + number, 1_000_000 + number))
     for place in reversed(places):
         newest = read_reports(tmp_path)["hard"]
         assert newest.file == tmp_path / place / f"hard_{newest.step:06d}.json"

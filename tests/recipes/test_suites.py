@@ -33,6 +33,13 @@ trackers: []
 """
 
 
+def results_of(report: Path) -> dict[str, Any]:
+    """All that a report says but when it was written."""
+    found: dict[str, Any] = json.loads(report.read_text())
+    assert found.pop("at")
+    return found
+
+
 @pytest.fixture
 def path(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -105,8 +112,8 @@ def test_suites_are_played_at_their_steps_saved_kept_and_compared(path: Path, ag
         "eval", str(run), "--suite", "wide", "--show", "0", "--report", str(path.with_name("again"))
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    again = json.loads((path.with_name("again") / "wide_000002.json").read_text())
-    assert again == json.loads((run / "evaluations" / "wide_000002.json").read_text())
+    again = path.with_name("again") / "wide_000002.json"
+    assert results_of(again) == results_of(run / "evaluations" / "wide_000002.json")
     done = agentrl("eval", str(run), "--suite", "wild")
     assert "no suite 'wild' in evaluation.suites; there is held_out, wide, questions" in done.stderr
     done = agentrl("compare", str(run), str(path.with_name("again")))
@@ -167,9 +174,9 @@ def test_a_model_behind_an_endpoint_is_evaluated_as_the_same_model_in_the_proces
     for folder in ("endpoint", "in_process"):
         assert sorted(file.name for file in path.with_name(folder).iterdir()) == names
     for name in names:
-        assert (path.with_name("endpoint") / name).read_text() == (
+        assert results_of(path.with_name("endpoint") / name) == results_of(
             path.with_name("in_process") / name
-        ).read_text()
+        )
 
 
 HOLDING = """
@@ -226,5 +233,5 @@ def test_a_run_killed_while_it_is_evaluated_has_each_result_once_when_it_was_res
     rows = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
     assert sorted(row["step"] for row in rows if "eval/wide/success" in row) == [0, 1, 2, 3, 4]
     for report in (whole / "evaluations").iterdir():
-        assert (killed / "evaluations" / report.name).read_text() == report.read_text()
+        assert results_of(killed / "evaluations" / report.name) == results_of(report)
     assert not list(killed.glob("evaluation_weights/version_*"))
