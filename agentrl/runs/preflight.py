@@ -1,6 +1,7 @@
 """Preflight: checks of a run before anything starts, each with one sentence about what is wrong."""
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ _ADAPTERS, _TRAINER_STATE = "adapter", "trainer.pt"
 """Written into a checkpoint by the built-in trainers: a folder of adapters if they train those, and
 their state.
 """
+_LONGEST_PATH = 504 - len("/ledger.sqlite")
+"""Bytes: SQLite opens paths of at most 512, and adds as many as `-journal` has."""
 _SHAPE = (
     "model_type",
     "vocab_size",
@@ -94,8 +97,15 @@ def make_folder(folder: Path) -> None:
     """Make the folder of a run.
 
     Raises:
-        ConfigError: it cannot be made, or a file is in the place of one of its folders.
+        ConfigError: it cannot be made, its path is too long, or a file is in the place of one of
+            its folders.
     """
+    length = len(os.fsencode(folder.resolve()))
+    if length > _LONGEST_PATH:
+        raise ConfigError(
+            f"run_dir: the path {folder} has {length} bytes from the root on, and SQLite, which"
+            f" keeps the run's ledger, takes {_LONGEST_PATH} at most: write a shorter one"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

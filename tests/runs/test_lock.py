@@ -136,6 +136,25 @@ def test_a_folder_that_cannot_be_written_is_free_when_it_can_be(
     assert (tmp_path / "lock").read_text() == ""
 
 
+@pytest.mark.parametrize("over", [0, 1])
+def test_a_path_that_is_too_long_for_the_ledger_is_refused_before_anything_is_made(
+    tmp_path: Path, over: int
+) -> None:
+    long = tmp_path / ("ü" * 90) / ("d" * 100)
+    rest = 490 + over - len(os.fsencode(long)) - 1
+    folder = long / ("f" * rest)
+    config = tmp_path / "run.yaml"
+    config.write_text(f"env: frozen_lake\nrun_dir: {folder}\ntrackers: []\n")
+    loaded, console = load_config(config), Console(file=StringIO())
+    if over:
+        with pytest.raises(ConfigError, match=r"has 491 bytes .* takes 490 at most: write a short"):
+            Run(loaded, console)
+        assert not long.exists()
+    else:
+        with Run(loaded, console) as run:
+            run.ledger.sync()
+
+
 def test_a_run_whose_folder_is_moved_ends_in_a_sentence_and_goes_on_where_it_is(
     tmp_path: Path,
 ) -> None:
