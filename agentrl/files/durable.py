@@ -9,6 +9,8 @@ import functools
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 
@@ -68,6 +70,16 @@ def finish_folder(path: Path) -> None:
     unfinished(path).rename(path)
     for holder in path.parents[:2]:  # the folder that holds it may be new too
         _to_disk(holder)
+
+
+@contextmanager
+def none_unfinished(path: Path) -> Iterator[None]:
+    """If the block does not come to its end, remove what it has written as `unfinished(path)`."""
+    try:
+        yield
+    except BaseException:
+        remove_left(unfinished(path))
+        raise
 
 
 def remove_folder(path: Path) -> None:

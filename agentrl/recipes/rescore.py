@@ -15,7 +15,7 @@ from typing import Any
 
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.files.durable import unfinished
+from agentrl.files.durable import none_unfinished, unfinished
 from agentrl.flow import Flow
 from agentrl.observe.run_images import RunImages
 from agentrl.recipes.recordings import played_in
@@ -197,7 +197,7 @@ def write_scores(path: Path, rescored: Sequence[Rescored]) -> None:
     if path.exists():
         raise ConfigError(f"{path} is there already: name a new file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with unfinished(path).open("w") as file:
+    with none_unfinished(path), unfinished(path).open("w") as file:
         for one in rescored:
             status = one.score.status
             row = {

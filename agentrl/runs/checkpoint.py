@@ -19,6 +19,7 @@ from agentrl.errors import CheckpointError, ConfigError
 from agentrl.files.durable import (
     finish_folder,
     new_unfinished,
+    none_unfinished,
     remove_folder,
     remove_unfinished,
     unfinished,
@@ -289,9 +290,10 @@ def export(
             "*.safetensors should be. Name the folder of a run, or one of its "
             "checkpoints/step_..."
         )
-    folder = new_unfinished(into)
-    folder.mkdir(parents=True)
-    for path in files:
-        shutil.copyfile(path, folder / path.name)
-    describe(folder)
-    finish_folder(into)
+    with none_unfinished(into):
+        folder = new_unfinished(into)
+        folder.mkdir(parents=True)
+        for path in files:
+            shutil.copyfile(path, folder / path.name)
+        describe(folder)
+        finish_folder(into)

@@ -28,7 +28,12 @@ import xxhash
 
 from agentrl.errors import ConfigError
 from agentrl.files.caches import cache_folder
-from agentrl.files.durable import finish_folder, new_unfinished, remove_folder
+from agentrl.files.durable import (
+    finish_folder,
+    new_unfinished,
+    none_unfinished,
+    remove_folder,
+)
 from agentrl.files.file_lock import locked
 from agentrl.tasks.rows import (
     BadRowError,
@@ -206,13 +211,16 @@ def _make(
     """Make the folder of an index."""
     for outdated in [path for path in final.parent.glob("[!.]*") if path.is_dir()]:
         remove_folder(outdated)
-    folder = new_unfinished(final)
-    folder.mkdir(parents=True)
-    found = _build(source, check, columns, folder, stamp)
-    if isinstance(source, Path) and _stamp(source) != stamp:
-        raise ConfigError(f"{source} has changed while it was read: start again when it is written")
-    (folder / "index.json").write_text(json.dumps(asdict(found)))
-    finish_folder(final)
+    with none_unfinished(final):
+        folder = new_unfinished(final)
+        folder.mkdir(parents=True)
+        found = _build(source, check, columns, folder, stamp)
+        if isinstance(source, Path) and _stamp(source) != stamp:
+            raise ConfigError(
+                f"{source} has changed while it was read: start again when it is written"
+            )
+        (folder / "index.json").write_text(json.dumps(asdict(found)))
+        finish_folder(final)
     return found
 
 

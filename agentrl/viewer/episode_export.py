@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agentrl.errors import ConfigError
-from agentrl.files.durable import unfinished, write_whole
+from agentrl.files.durable import none_unfinished, unfinished, write_whole
 from agentrl.observe.run_images import named_images
 from agentrl.package.distribution import installed_version
 from agentrl.trajectory import Message
@@ -68,7 +68,7 @@ def export_episodes(
         count = _write_dataset(into, found)
     elif into.suffix == ".jsonl":
         into.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished(into).open("w") as file:
+        with none_unfinished(into), unfinished(into).open("w") as file:
             for line in found if layout is None else lines_of(found, layout):
                 file.write(json.dumps(finite(line), allow_nan=False) + "\n")
                 count += 1
@@ -131,7 +131,10 @@ def _write_dataset(into: Path, episodes: Iterator[dict[str, Any]]) -> int:
         0,
         [name for name in DATASET_SCHEMA.names if name not in (*_OF_TRAJECTORY, "fate")],
     )
-    with pq.ParquetWriter(unfinished(into), DATASET_SCHEMA, compression="zstd") as writer:
+    with (
+        none_unfinished(into),
+        pq.ParquetWriter(unfinished(into), DATASET_SCHEMA, compression="zstd") as writer,
+    ):
         while batch := list(islice(episodes, _AT_ONCE)):
             rows = [
                 {name: one["row"][name] for name in kept}

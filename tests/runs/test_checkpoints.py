@@ -624,6 +624,21 @@ def test_an_old_checkpoint_that_cannot_be_renamed_stays_whole(tmp_path, monkeypa
     assert sum("step_000001" in text for text in caplog.messages) == 1
 
 
+def test_an_export_that_fails_leaves_nothing(tmp_path):
+    checkpoint = tmp_path / "step_000001"
+    checkpoint.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (checkpoint / name).write_text("{}")
+
+    def fails(folder: Path) -> None:
+        assert (folder / "model.safetensors").exists()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left"):
+        export(checkpoint, tmp_path / "model", fails)
+    assert list(tmp_path.iterdir()) == [checkpoint]
+
+
 @pytest.mark.parametrize(
     "written", ["{}", "[]", "null", '"step"', "3", '{"config.json": 1}', "{", "\xff"]
 )

@@ -1,6 +1,8 @@
 """Episodes for other programs, and again in the terminal."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -10,6 +12,7 @@ import pytest
 
 from agentrl.errors import ConfigError
 from agentrl.testing.made_up_run import MadeUpRun
+from agentrl.viewer import episode_export
 from agentrl.viewer.episode_export import atif_of, export_episodes
 
 
@@ -143,6 +146,18 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_an_empty_export(made, tmp
     with pytest.raises(ConfigError, match="no episode in a batch of step 9"):
         export_episodes(made.folder, tmp_path / "none.parquet", 9)
     assert not list(tmp_path.glob("none*"))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_an_export_that_fails_leaves_nothing(made, tmp_path, monkeypatch, suffix):
+    def fails(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(episode_export, "finite" if suffix == ".jsonl" else "_named", fails)
+    before = set(tmp_path.iterdir())
+    with pytest.raises(OSError, match="No space left"):
+        export_episodes(made.folder, tmp_path / f"all{suffix}", None)
+    assert set(tmp_path.iterdir()) == before
 
 
 def test_an_episode_is_played_again_without_commands_for_the_terminal(tmp_path, agentrl):
