@@ -82,7 +82,7 @@ def ending_kept(status: Mapping[str, Any], folder: Path, checkpoint: int | None)
             return None
     why = (
         f"its process {status.get('pid')} is gone and has left no reason: it was killed (by"
-        " SIGKILL, for want of memory), or its machine stopped"
+        " SIGKILL, for want of memory), its machine stopped, or its disk had no room for one"
     )
     return Ending("killed", why, None, None, None, checkpoint, resume_command(folder))
 
