@@ -1,5 +1,6 @@
 """The config and the checkpoints of a run that a command names."""
 
+import os
 from pathlib import Path
 
 from agentrl import plugins
@@ -84,8 +85,8 @@ def output(path: Path, within: str | None = None, *, file: bool = False) -> Path
     write folders into. `file`: it writes a file.
 
     Raises:
-        ConfigError: it is a file or a folder of a run's own, or lies in one; or it is a folder, and
-            the command writes a file.
+        ConfigError: it is a file or a folder of a run's own, or lies in one; it is a folder, and
+            the command writes a file; or nothing can be written there.
     """
     path = path.expanduser()
     _check_not_of_a_run(path, within)
@@ -93,7 +94,18 @@ def output(path: Path, within: str | None = None, *, file: bool = False) -> Path
         raise ConfigError(
             f"{path} is a folder, and this writes a file: name one, such as {path / 'FILE'}"
         )
+    _check_writable(path)
     return path
+
+
+def _check_writable(path: Path) -> None:
+    """Check that a path can be made, before a command works for hours for what it writes there."""
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{path} cannot be written: {there} is read-only, for you or for all. Name another"
+            " place for what this command writes"
+        )
 
 
 def _check_not_of_a_run(path: Path, within: str | None) -> None:

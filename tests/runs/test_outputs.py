@@ -1,5 +1,6 @@
 """No command writes over what is a run's own."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,23 @@ def test_a_command_that_would_write_over_a_run_is_refused_before_it_does_anythin
     assert done.returncode == 2
     assert "belongs to the run in" in done.stderr
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_place_that_is_read_only_is_refused_before_a_command_works_for_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_only, access = run.parent, os.access
+
+    def may(path: Path, mode: int) -> bool:  # root may do everything
+        return access(path, mode) and not (path.is_relative_to(read_only) and mode & os.W_OK)
+
+    monkeypatch.setattr(os, "access", may)
+    report = run / "evaluations" / "eval-20261128-152252"
+    with pytest.raises(
+        ConfigError, match=f"{report} cannot be written: {report.parent} is read-only"
+    ):
+        output(report, within="evaluations")
+    assert output(tmp_path / "new" / "report") == tmp_path / "new" / "report"
 
 
 def test_a_link_or_another_spelling_is_no_way_round(
