@@ -132,7 +132,8 @@ def earnings(
     if rewards is None:
         return {actor: reward}
     if not isinstance(rewards, Mapping) or not all(
-        _is_pay(agent, paid, agents) for agent, paid in rewards.items()
+        agent in agents and isinstance(earned, Real) and math.isfinite(earned)
+        for agent, earned in rewards.items()
     ):
         raise EnvError(
             f'info["rewards"] = {rewards!r:.200}: write a number for each of {", ".join(agents)}'
@@ -174,7 +175,3 @@ def check_routes(routed: Mapping[str, object], agents: Sequence[str]) -> None:
         raise ConfigError(
             f"env.agents leaves no agent to the policy: one of {', '.join(agents)} must be `policy`"
         )
-
-
-def _is_pay(agent: object, paid: object, agents: Sequence[str]) -> bool:
-    return isinstance(paid, Real) and math.isfinite(paid) and agent in agents

@@ -86,6 +86,11 @@ class EpisodeLength:
     tokens: int
     """Tokens that the model sampled."""
 
+    @staticmethod
+    def of(trajectory: Trajectory) -> "EpisodeLength":
+        """The length of a trajectory."""
+        return EpisodeLength(trajectory.seconds, trajectory.num_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeOver:

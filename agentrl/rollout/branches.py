@@ -1,17 +1,18 @@
-"""`rollout.branches`: episodes that leave another one at a turn, and go on from there alone.
+"""`rollout.branches`: episodes that start from a turn of another one (their parent) instead of from
+the beginning.
 
     branches: {at: uniform, width: 1, budget: 2}
 
 Where to branch is decided before the episode, or by what it has shown so far, and never by what
-comes after the turn: else the branches would not be what the policy plays from that state on
-(`agentrl/algorithms/branches.py`).
+comes after the turn. Otherwise the branches would be a biased sample of what the policy plays from
+that state on (`agentrl/algorithms/branches.py`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -19,11 +20,14 @@ from pydantic import Field, model_validator
 from agentrl.settings.base import Settings
 from agentrl.trajectory import BranchPoint, Trajectory, Turn
 
-NOTHING: Mapping[int, float] = MappingProxyType({})
+T = TypeVar("T")
+
+NO_SPREADS: Mapping[int, float] = MappingProxyType({})
+"""No earlier tree is known."""
 EXPLORED = 0.25
 """With `at=disagreement`, the share of branches that is drawn equally from all turns."""
 FIRST_TOKENS = 8
-"""So many tokens of an answer say how sure the policy was of it."""
+"""Tokens of an answer that tell how sure the policy was of it."""
 
 
 class BranchesConfig(Settings):
@@ -61,12 +65,14 @@ class BranchesConfig(Settings):
         return 1 / (1 + self.budget // self.width * self.width)
 
     def possible(self, turns: int) -> range:
-        """The turns at which a branch can leave an episode of at most so many turns."""
+        """The turns at which a branch can leave an episode of at most this many turns."""
         return range(1, min(self.before or turns, turns))
 
-    def plan(self, turns: int, rng: Random, spreads: Mapping[int, float] = NOTHING) -> "BranchPlan":
-        """Where a member branches whose episodes have at most so many turns. `spreads`: those of
-        the returns of earlier siblings, by the turn at which they parted.
+    def plan(
+        self, turns: int, rng: Random, spreads: Mapping[int, float] = NO_SPREADS
+    ) -> "BranchPlan":
+        """Where a member branches whose episode has at most `turns` turns. `spreads`: see
+        `Disagreement.spreads`.
         """
         points = self.budget // self.width
         possible = self.possible(turns)
@@ -77,7 +83,8 @@ class BranchesConfig(Settings):
         elif self.at == "uniform":
             chosen = rng.sample(possible, min(points, len(possible)))
         elif self.at == "disagreement":
-            chosen = _drawn(possible, chances(spreads, possible, turns), points, rng)
+            weights = chances(spreads, possible, turns)
+            chosen = draw_distinct(dict(zip(possible, weights, strict=True)), points, rng)
         else:
             last = len(possible) + 1
             chosen = [round(n * last / (points + 1)) for n in range(1, points + 1)]
@@ -85,33 +92,37 @@ class BranchesConfig(Settings):
 
 
 def chances(spreads: Mapping[int, float], turns: Sequence[int], end: int) -> list[float]:
-    """How probable each of these turns is: by what it decides, and to a part equally.
+    """The probability of each of these turns: in part equal, for the rest proportional to how much
+    the turn decides.
 
-    A turn decides the difference between its spread and that of the next turn. Between turns whose
-    spread is known it falls evenly, and up to the turn `end`, the limit of episodes, to 0.
+    A turn decides the difference between its spread and that of the next turn. The spread is
+    interpolated between the turns at which it is known, and falls to 0 at `end`, the limit of
+    episodes.
+
+    Example: with the spreads {1: 1.0, 3: 0.2} and end = 4, the spread is 0.6 at turn 2, so turns 1
+    and 2 decide 0.4 each and turn 3 the last 0.2.
     """
     known = [turn for turn in sorted(spreads) if turn < end]
     heights = [*(spreads[turn] for turn in known), 0.0]
-    before, after = (
-        np.interp([turn + later for turn in turns], [*known, end], heights) for later in (0, 1)
-    )
-    decided = [max(0.0, float(one)) for one in before - after]
+    before = np.interp(turns, [*known, end], heights)
+    after = np.interp([turn + 1 for turn in turns], [*known, end], heights)
+    decided = [max(0.0, float(drop)) for drop in before - after]
     equal, total = 1 / len(turns), sum(decided)
     if total <= 0:
         return [equal] * len(turns)
     # The share first: a product of the smallest floats would round it up.
-    return [(1 - EXPLORED) * (one / total) + EXPLORED * equal for one in decided]
+    return [(1 - EXPLORED) * (drop / total) + EXPLORED * equal for drop in decided]
 
 
-def _drawn(turns: Sequence[int], chances: Sequence[float], count: int, rng: Random) -> list[int]:
-    """So many of the turns, each at most once."""
-    left = dict(zip(turns, chances, strict=True))
-    chosen: list[int] = []
-    while left and len(chosen) < count:
-        (turn,) = rng.choices(list(left), list(left.values()))
-        chosen.append(turn)
-        del left[turn]
-    return chosen
+def draw_distinct(weights: Mapping[T, float], count: int, rng: Random) -> list[T]:
+    """Draw up to `count` of the keys by their weights, without replacement."""
+    left = dict(weights)
+    drawn: list[T] = []
+    while left and len(drawn) < count:
+        (key,) = rng.choices(list(left), list(left.values()))
+        drawn.append(key)
+        del left[key]
+    return drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +130,11 @@ class BranchPlan:
     """Where an episode is to branch."""
 
     turns: frozenset[int]
-    """The numbers of the turns."""
+    """The numbers of the turns at which branches may leave."""
     points: int
-    """Most of them that are used."""
+    """Maximum number of turns at which branches leave."""
     nats: float | None = None
-    """Only after an answer that was less sure than this."""
+    """If set, branches leave only after an answer with a `surprise` above this."""
 
     def has(self, turns: Sequence[Turn], used: int) -> bool:
         """True if a branch leaves after these turns, of which `used` have branches already."""
@@ -140,15 +151,15 @@ def surprise(turn: Turn) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BranchStart:
-    """The place where an episode leaves another one."""
+    """The start of a branch."""
 
     state: bytes
-    """That of the environment."""
+    """A snapshot of the environment."""
     parent: Trajectory
-    """The other episode, which is over."""
+    """The episode that it leaves, which is over."""
     branch: BranchPoint
 
     @property
     def shared(self) -> Sequence[Turn]:
-        """The turns that both have."""
+        """The turns before the branch point, which belong to both episodes."""
         return self.parent.turns[: self.branch.turn]

@@ -58,8 +58,8 @@ class Budget(Settings):
         return "seconds" if self.seconds is not None and seconds >= self.seconds else ""
 
 
-def _ignore(tokens: int, context: int) -> None:
-    """Takes an answer, for callers that do not follow an episode."""
+def _ignore_answer(tokens: int, context: int) -> None:
+    """The default of `BudgetUsage.on_answer`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +70,7 @@ class BudgetUsage:
     """The limits."""
     sampled_tokens: int = 0
     """Tokens of the models' answers so far."""
-    on_answer: Callable[[int, int], None] = _ignore
+    on_answer: Callable[[int, int], None] = _ignore_answer
     """Called with the number of tokens of each answer, and of all contexts after it."""
     contexts: dict[str, int] = field(default_factory=dict)
     """The tokens of each conversation with the policy."""
@@ -90,6 +90,7 @@ class BudgetUsage:
         """
         if self.budget.tokens is None:
             return most
+        # At least 1, as engines refuse 0: calls at the same time may overdraw the budget.
         return max(1, min(most, self.budget.tokens - self.sampled_tokens))
 
     def spent(self, turns: int, seconds: float) -> str:

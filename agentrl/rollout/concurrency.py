@@ -3,13 +3,12 @@ that it limits.
 
 With too many live episodes, some only wait, grow old and fill the engine's KV cache; with too few,
 the engine is idle while environments compute. So the limit starts from the requests that all
-engines serve at once, grows while they have room, and shrinks at once under pressure. When engines
-are added or removed, it changes as their number does. It grows
-slowly if batches are full. If places in them stay empty, because much of an episode is the
-environment's, it grows by the share that is missing, and at most twofold at once. After meeting
-pressure at some limit, the controller avoids that limit for a time that doubles each time, which
-keeps it from oscillating. It counts episodes, never seconds, so it behaves the same under both
-clocks.
+engines serve at the same time, grows while they have room, and shrinks immediately under pressure.
+When engines are added or removed, it changes in proportion to their number. It grows slowly if
+batches are full. If they stay partly empty, because episodes spend much of their time in their
+environments, it grows by the missing share, and at most doubles in one step. After meeting pressure
+at some limit, the controller avoids that limit for a time that doubles each time, which keeps it
+from oscillating. It counts episodes, never seconds, so it behaves the same under both clocks.
 """
 
 import asyncio
@@ -80,8 +79,8 @@ class ConcurrencyController:
     def between_others(self, low: int, high: int) -> Self:
         """The next state, with other bounds, as when engines were added or removed.
 
-        The limit grows or shrinks as `low` does. Where the engines were overloaded before says
-        nothing of those that there are now.
+        The limit grows or shrinks in proportion to `low`. Earlier overloads are forgotten, as they
+        were those of other engines.
         """
         low = min(low, high)
         if (low, high) == (self.low, self.high):
@@ -103,19 +102,25 @@ class ConcurrencyController:
         if not load.roomy or live < self.limit:  # busy enough, or not limited by us
             return self
         ceiling = self.high if self.met > self.high else max(self.low, self.met * 7 // 8)
+        # Below the ceiling, grow. At it, wait until the engine has had room for `patience`
+        # observations in a row, and then forget the overload.
         if self.limit < ceiling:
-            return replace(self, limit=min(ceiling, self._grown(load)))
+            return replace(self, limit=min(ceiling, self._larger_limit(load)))
         if self.quiet + 1 < self.patience or ceiling == self.high:
             return replace(self, quiet=min(self.quiet + 1, self.patience))
         return replace(self, met=self.high + 1, quiet=0)
 
-    def _grown(self, load: EngineLoad) -> int:
-        """The next limit: an eighth more, or as many as fill the empty places of the batches if the
-        share of episodes that wait for their environments stays.
+    def _larger_limit(self, load: EngineLoad) -> int:
+        """An eighth more, or as many episodes as fill the engines' batches if the share of episodes
+        that wait for their environments stays the same.
+
+        Example: with 64 live episodes, 16 requests in the engines and 64 places, three quarters of
+        the episodes are in their environments, and 256 would fill the batches. The limit becomes
+        128, as it doubles at most.
         """
-        slightly = self.limit + max(1, self.limit // 8)
-        filling = self.limit * load.places // max(1, load.running + load.waiting)
-        return max(slightly, min(filling, 2 * self.limit))
+        slightly_more = self.limit + max(1, self.limit // 8)
+        to_fill_batches = self.limit * load.places // max(1, load.running + load.waiting)
+        return max(slightly_more, min(to_fill_batches, 2 * self.limit))
 
 
 class EpisodeSlots:

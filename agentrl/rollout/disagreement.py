@@ -1,10 +1,11 @@
-"""`rollout.branches.at=disagreement`: branches leave most often at the turns that decide most, as
-the run's earlier trees have shown.
+"""`rollout.branches.at=disagreement`: branches leave most often at the turns whose answers decide
+most, as measured on the run's earlier trees.
 
-The returns of episodes that have parted at a turn differ by all that is decided from there on. What
-they differ less by at the next turn is what the answer to this one decides: the variance of the
-values of the states that siblings come to. Only trees that have been trained on count, so nothing
-of an episode decides where it branches. `BranchesConfig` draws the turns.
+The variance of the returns of siblings that part at a turn comes from everything that is decided
+from that turn on. So the drop of this variance from one turn to the next is the part that the
+answer of the turn decides: the variance of the values of the states that the siblings reach. Only
+trees that have been trained on count, so nothing in an episode influences where it branches.
+`BranchesConfig` draws the turns.
 """
 
 from collections import defaultdict, deque
@@ -16,19 +17,19 @@ from typing import Any
 from agentrl.trajectory import Group
 
 NEWEST = 64
-"""So many of the newest places count for each turn: those of other policies are forgotten."""
+"""Branch points that count for each turn: older ones come from older policies."""
 
 
 @dataclass(slots=True)
 class _Trees:
-    """What is known of those of an environment."""
+    """Statistics of the trees of an environment."""
 
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=NEWEST))
     """Turns of the newest whole episodes."""
     variances: defaultdict[int, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=NEWEST))
     )
-    """Those of the returns at the newest places, by the turn at which episodes have parted there"""
+    """The variances of the returns at the newest branch points, by turn."""
 
 
 @dataclass(slots=True)
@@ -44,41 +45,44 @@ class Disagreement:
         """Count the trees of a group that is trained on."""
         trees = self._trees[group.task.env]
         earned = dict(zip((t.id for t in group.trajectories), group.rewards_G, strict=True))
-        places: dict[tuple[str, int], list[float]] = {}
-        for one in group.trajectories:
-            if (left := one.branch) is None:
-                trees.lengths.append(len(one.turns))
+        siblings: dict[tuple[str, int], list[float]] = {}
+        for trajectory in group.trajectories:
+            if (point := trajectory.branch) is None:
+                trees.lengths.append(len(trajectory.turns))
             else:
-                place = places.setdefault((left.parent, left.turn), [earned[left.parent]])
-                place.append(earned[one.id])
-        for (_, turn), returns in places.items():
+                # The parent is a sibling of its branches: it also plays on from this turn.
+                returns = siblings.setdefault((point.parent, point.turn), [earned[point.parent]])
+                returns.append(earned[trajectory.id])
+        for (_, turn), returns in siblings.items():
             trees.variances[turn].append(variance(returns))
 
     def spreads(self, env: str) -> dict[int, float]:
-        """What is decided from a turn on, by turn: the mean variance of the returns of those that
-        part there, times the share of episodes that come so far.
+        """How much is decided from a turn on, by turn: the mean variance of the returns of the
+        siblings that part there, times the share of episodes that reach the turn.
         """
         trees = self._trees.get(env, _Trees())
-        found = {}
+        spreads = {}
         for turn, variances in sorted(trees.variances.items()):
-            come = sum(length > turn for length in trees.lengths) / len(trees.lengths)
-            found[turn] = come * fmean(variances)
-        return found | ({max(trees.lengths): 0.0} if found else {})
+            reached = sum(length > turn for length in trees.lengths) / len(trees.lengths)
+            spreads[turn] = reached * fmean(variances)
+        if spreads:
+            spreads[max(trees.lengths)] = 0.0  # nothing is decided after the last turn
+        return spreads
 
     def state(self) -> Mapping[str, Any]:
-        """What `restore` needs."""
+        """The statistics, by environment, for `restore`."""
         return {
             env: {
                 "lengths": list(trees.lengths),
-                "variances": [[turn, list(found)] for turn, found in trees.variances.items()],
+                "variances": [[turn, list(newest)] for turn, newest in trees.variances.items()],
             }
             for env, trees in self._trees.items()
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Know what the run knew whose state this is."""
-        for env, known in state.items():
+        """Continue with the statistics of an earlier launch."""
+        for env, kept in state.items():
             trees = self._trees[env]
-            trees.lengths.extend(known["lengths"])
-            for turn, found in known["variances"]:
-                trees.variances[turn].extend(found)
+            trees.lengths.extend(kept["lengths"])
+            for turn, variances in kept["variances"]:
+                trees.variances[turn].extend(variances)

@@ -132,24 +132,20 @@ class _Reply(NamedTuple):
     def turn(
         self, reward: float, info: dict[str, Any], ended: float, state: str, picture: str = ""
     ) -> Turn:
-        prompt, seconds = self.prompt, self.answered - self.asked
-        waited = ended - self.answered
-        ids, forked = prompt.new_ids, prompt.forked
-        made, info = calls_taken(info)
-        calls = None if made is None else tuple(made)
+        calls, info = calls_taken(info)
         return Turn(
-            ids,
+            self.prompt.new_ids,
             self.completion,
             reward,
             info,
-            forked,
-            seconds,
-            waited,
-            state,
-            self.asked,
-            picture,
-            calls,
-            images=prompt.new_images,
+            forked=self.prompt.forked,
+            generate_seconds=self.answered - self.asked,
+            env_seconds=ended - self.answered,
+            state=state,
+            asked=self.asked,
+            picture=picture,
+            calls=None if calls is None else tuple(calls),
+            images=self.prompt.new_images,
         )
 
 
@@ -189,14 +185,12 @@ class _AgentState:
     def trajectory(
         self, episode: Episode, status: Status, seconds: float, picture: str
     ) -> Trajectory:
-        messages = (*self.conversation.messages, *self.unanswered)
-        turns = tuple(self.turns)
         return Trajectory(
             episode.id,
             episode.task,
-            turns,
+            tuple(self.turns),
             status,
-            messages,
+            (*self.conversation.messages, *self.unanswered),
             seconds,
             self.agent,
             self.head_start,
@@ -207,31 +201,30 @@ class _AgentState:
         )
 
     def segment(self, episode: Episode, seconds: float) -> Trajectory:
-        """The turns so far whose outcome is known, as a trajectory of an episode that goes on.
-
-        With several agents, the last turn may still earn something while the others act.
-        """
-        count = len(self.turns) - bool(self.agent)
-        turns, later = tuple(self.turns[: max(0, count)]), self.turns[max(0, count) :]
+        """The turns so far whose outcome is known, as a trajectory of an unfinished episode."""
+        # With several agents, the last turn may still earn something while the others act.
+        count = max(0, len(self.turns) - bool(self.agent))
+        turns, later = tuple(self.turns[:count]), self.turns[count:]
+        # The tail is what the model was shown next: a critic reads the value of what is still to
+        # come from it.
         follows: Turn | Prompt | None = later[0] if later else self.asked
-        tail, pictures = ints(()), tuple[PlacedImage, ...]()
+        tail, tail_images = ints(()), tuple[PlacedImage, ...]()
         if isinstance(follows, Turn) and not follows.forked:
-            tail, pictures = follows.prompt_ids, follows.images
+            tail, tail_images = follows.prompt_ids, follows.images
         elif isinstance(follows, Prompt) and not follows.forked:
-            tail, pictures = follows.new_ids, follows.new_images
-        messages = self.conversation.messages
+            tail, tail_images = follows.new_ids, follows.new_images
         return Trajectory(
             episode.id,
             episode.task,
             turns,
             SEGMENT,
-            messages,
+            self.conversation.messages,
             seconds,
             self.agent,
             self.head_start,
             tail,
             started=elapsed() - seconds,
-            tail_images=pictures,
+            tail_images=tail_images,
         )
 
     def render_tail(self) -> None:
@@ -261,8 +254,8 @@ class _EpisodeState:
     """Answers so far, of all agents."""
     picture: str = ""
     """That of the environment's present state."""
-    begun: str = ""
-    """A name of what the environment showed at the beginning."""
+    opening_digest: str = ""
+    """A digest of what the environment showed at the beginning (`Trajectory.begun`)."""
 
     def report_segments(self) -> None:
         """Report what each trained agent has played so far."""
@@ -270,7 +263,7 @@ class _EpisodeState:
             return
         seconds = elapsed() - self.started
         segments = [
-            replace(state.segment(self.episode, seconds), begun=self.begun)
+            replace(state.segment(self.episode, seconds), begun=self.opening_digest)
             for state in self.agents.values()
             if state.role.trained
         ]
@@ -337,17 +330,17 @@ class EnvEpisodeRunner:
         seconds = elapsed() - started
         if not episode_state.agents:  # the environment has not even begun
             return (Trajectory(episode.id, task, (), status, (), seconds, started=started),)
-        whole = []
-        for state in episode_state.agents.values():
-            if state.role.trained:
-                trajectory = state.trajectory(episode, status, seconds, episode_state.picture)
-                shared = 0 if branch is None else branch.turn
-                whole.append(
-                    replace(
-                        trajectory, begun=episode_state.begun, branch=branch, trained_turns=shared
-                    )
-                )
-        return tuple(whole)
+        trained = [state for state in episode_state.agents.values() if state.role.trained]
+        return tuple(
+            replace(
+                state.trajectory(episode, status, seconds, episode_state.picture),
+                begun=episode_state.opening_digest,
+                branch=branch,
+                # The turns that a branch shares are trained on in its parent.
+                trained_turns=0 if branch is None else branch.turn,
+            )
+            for state in trained
+        )
 
     async def _take_turns(
         self, assignment: Assignment, report: Report, episode_state: _EpisodeState, env: LiveEnv
@@ -357,10 +350,11 @@ class EnvEpisodeRunner:
         state, key = await (
             self._begin(episode_state, env)
             if assignment.start is None
-            else self._leave(assignment.start, episode_state, env)
+            else self._begin_branch(assignment.start, episode_state, env)
         )
         agents = tuple(episode_state.agents) if state.agent else SINGLE_AGENT
         _check_can_branch(plan, agents, env)
+        # The task may begin with turns that a conversation gives. They count in the budget.
         given, saved = len(Beginning.of(episode.task.options).turns), 0
         turns = given + len(state.turns)
         # The first turn is always played.
@@ -369,6 +363,7 @@ class EnvEpisodeRunner:
                 ended = await self._summarise(episode_state, state, env, request)
                 if ended is not None:
                     return ended
+                # A summary is no turn of the budget, but its tokens and seconds count.
                 if turns > given and (spent := _spent(episode, turns, began)):
                     break
             if plan is not None and plan.has(state.turns, saved):
@@ -412,16 +407,16 @@ class EnvEpisodeRunner:
         agents = agents_in(info)
         episode_state.agents = self._agent_states(episode, agents, info, env)
         state = episode_state.agents[next_agent(info, agents)]
-        episode_state.begun = _begun(observation, images, state.agent, info, env)
+        episode_state.opening_digest = _digest_opening(observation, images, state.agent, info, env)
         shown = opening(info, observation, images, tools=bool(env.tools))
         state.unanswered = [*state.unanswered, *shown]
         state.head_start = env.earned
         return state, _state_key(info, observation, images)
 
-    async def _leave(
+    async def _begin_branch(
         self, start: BranchStart, episode_state: _EpisodeState, env: LiveEnv
     ) -> tuple[_AgentState, str]:
-        """Go back to the state in which this episode leaves another one; returns the agent, and the
+        """Restore the state from which this episode leaves its parent; returns the agent, and the
         name of the state.
         """
         await env.restore(start.state)
@@ -431,6 +426,8 @@ class EnvEpisodeRunner:
         (state,) = states.values()
         state.unanswered = ()
         messages = iter(parent.messages)
+        # Replay the conversation of the shared turns. Its prompts must come out token for token as
+        # they were, else the branch would continue from a context that the policy never saw.
         for turn in start.shared:
             prompt = state.conversation.prompt(_until_answer(messages))
             state.conversation.answer(turn.completion)
@@ -445,7 +442,7 @@ class EnvEpisodeRunner:
         state.turns, state.head_start = list(start.shared), parent.head_start
         episode.usage.sampled_tokens = sum(len(t.completion.token_ids) for t in start.shared)
         episode_state.answers = len(start.shared)
-        episode_state.begun, episode_state.picture = parent.begun, next_turn.picture
+        episode_state.opening_digest, episode_state.picture = parent.begun, next_turn.picture
         episode_state.agents = states
         return state, next_turn.state
 
@@ -475,9 +472,10 @@ class EnvEpisodeRunner:
         """Play the context policy's request as a turn of its own; returns a status if that ends the
         episode.
         """
-        coming, state.unanswered = state.unanswered, [Message("user", request)]
+        # The messages that wait for an answer come after the summary.
+        waiting, state.unanswered = state.unanswered, [Message("user", request)]
         reply = await self._ask(episode_state, state, env, state.role.requests)
-        state.unanswered = coming
+        state.unanswered = waiting
         if not isinstance(reply, _Reply):
             return reply
         context = state.role.context
@@ -502,10 +500,12 @@ class EnvEpisodeRunner:
         state.unanswered = ()
         if len(prompt.ids) >= policy.max_context:
             state.keep_tail(prompt)
-            return (
-                Truncated("context")
-                if state.turns
-                else _too_long(len(prompt.ids), policy.max_context)
+            if state.turns:
+                return Truncated("context")
+            return Failed(
+                "data",
+                f"the first prompt has {len(prompt.ids)} tokens and the engine's context holds"
+                f" {policy.max_context}: raise engine.max_context",
             )
         asked, state.asked = elapsed(), prompt
         # The outcome of every turn before this prompt is known now.
@@ -517,12 +517,12 @@ class EnvEpisodeRunner:
 
 
 def _until_answer(messages: Iterator[Message]) -> list[Message]:
-    """The messages up to the next answer of the model, which is taken too."""
+    """The messages up to the model's next answer, which is consumed but not returned."""
     return list(takewhile(lambda message: not message.is_answer, messages))
 
 
 def _seconds_before(start: BranchStart | None) -> float:
-    """The seconds of an episode's budget that were used by the other one that it leaves."""
+    """The seconds of a branch's budget that its parent has used up to the branch point."""
     shared = () if start is None else start.shared
     return sum(turn.generate_seconds + turn.env_seconds for turn in shared)
 
@@ -562,25 +562,17 @@ def _state_key(info: Mapping[str, Any], observation: str, images: Sequence[Encod
     return blake2b(shown.encode(), digest_size=8).hexdigest()
 
 
-def _begun(
+def _digest_opening(
     observation: str,
     images: Sequence[EncodedImage],
     first: str,
     info: Mapping[str, Any],
     env: LiveEnv,
 ) -> str:
-    """A name of what a reset has shown: the observation and who sees it, the system prompts, the
-    tools.
+    """A digest of everything that a reset has shown: the observation and who sees it, the system
+    prompts, the history, the tools.
     """
     prompts = [env.system_prompt, info.get("system_prompts"), info.get("history")]
     seen = [image.digest for image in images]
     shown = json.dumps([observation, *seen, first, *prompts, list(env.tools)])
     return blake2b(shown.encode(), digest_size=8).hexdigest()
-
-
-def _too_long(tokens: int, limit: int) -> Failed:
-    return Failed(
-        "data",
-        f"the first prompt has {tokens} tokens and the engine's context holds {limit}: raise"
-        " engine.max_context",
-    )

@@ -24,7 +24,7 @@ from agentrl.rollout.assignment import (
     TokensSampled,
     TurnsPlayed,
 )
-from agentrl.rollout.attempts import Attempts, LastAttempt
+from agentrl.rollout.attempts import Attempts
 from agentrl.rollout.branches import BranchStart
 from agentrl.rollout.concurrency import EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
@@ -112,13 +112,14 @@ class _GroupState:
     wanted: int = 0
     """Members that make the group, with the branches that have begun."""
     saved: dict[int, dict[int, bytes]] = field(default_factory=dict)
-    """The states of each member that branches leave from, by turn."""
+    """The environment's snapshots of each member from which branches start, by turn."""
     starts: dict[int, BranchStart] = field(default_factory=dict)
-    """Where each branch begins, by its number as a member."""
+    """The start of each branch, by its number as a member."""
     lost: list[str] = field(default_factory=list)
     """The reason for each lost member."""
     reason: DiscardReason = "stale"
-    """The reason for cancelling those that play: unless the group ends itself, it was given up."""
+    """The reason for cancelling running members. Unless the group sets another one when it ends,
+    the scheduler has given it up as stale."""
 
     @property
     def discard_reason(self) -> DiscardReason:
@@ -175,7 +176,7 @@ class GroupRunner:
             return None
         taken: list[tuple[Trajectory, Score]] = []
         for member in sorted({*state.live, *state.played}):
-            segments = self._take_segments_of(state, member)
+            segments = self._take_member_segments(state, member)
             for part, _ in segments:
                 self.ledger.segment(
                     step,
@@ -192,7 +193,9 @@ class GroupRunner:
         parts, scores = zip(*taken, strict=True)
         return Group(state.task, parts, scores, state.ticket.admitted_version, partial=True)
 
-    def _take_segments_of(self, state: _GroupState, member: int) -> list[tuple[Trajectory, Score]]:
+    def _take_member_segments(
+        self, state: _GroupState, member: int
+    ) -> list[tuple[Trajectory, Score]]:
         if member in state.live:
             segments = state.live[member].take_segments()
             return [(part, self.reward.score_turns(part)) for part in segments]
@@ -225,7 +228,7 @@ class GroupRunner:
                 self.disagreement.spreads(task.env),
             )
             try:
-                return await self._play(state)
+                return await self._play_members(state)
             except BaseException as error:
                 lost = isinstance(error, MembersLostError)
                 self.accounts.tokens.add_episodes(
@@ -234,7 +237,7 @@ class GroupRunner:
                 )
                 raise
 
-    async def _play(self, state: _GroupState) -> Group:
+    async def _play_members(self, state: _GroupState) -> Group:
         ticket, number, task = state.ticket, state.number, state.task
         size = state.wanted = self.group_size_of(task)
         self.playing[number] = state
@@ -294,14 +297,19 @@ class GroupRunner:
             return await self._play_attempt(state, member, attempt)
 
         rng = Random(derive_seed(self.seed, "pause", state.task.id, member))
-        last = await self.attempts.repeat(play, rng, lambda: self._stop_the_clock(state))
-        if last.result.failure is None:
+        last = await self.attempts.repeat(play, rng, lambda: self._extend_deadline(state))
+        failure = last.result.failure
+        if failure is None:
             state.played[member] = last.result.scored
             self._branch(state, member)
         else:
-            state.lost.append(_describe_loss(member, last))
+            state.lost.append(
+                f"member {member} failed {last.failures} times, finally by {failure.layer}:"
+                f" {failure.error}"
+            )
         complete = len(state.played) == state.wanted
         if complete or len(state.lost) > self.config.extra_members:
+            # Set first: members that are cancelled now record it.
             state.reason = "surplus" if complete else "failed"
             state.flow.cancel()
 
@@ -311,6 +319,8 @@ class GroupRunner:
         if branches is None:
             return
         ((parent, _),) = state.played[member]
+        # Each member has its own range of numbers for branches, after those of all members, so that
+        # a branch has the same number in whatever order members end.
         number = self.group_size_of(state.task) + member * branches.budget
         for turn, saved in sorted(state.saved.pop(member, {}).items()):
             if turn >= len(parent.turns):
@@ -322,9 +332,10 @@ class GroupRunner:
                 state.flow.start(self._play_member(state, number), name=str(number))
                 number += 1
 
-    def _stop_the_clock(self, state: _GroupState) -> None:
-        """Give the group the time of the outages since it began."""
+    def _extend_deadline(self, state: _GroupState) -> None:
+        """Add the time of the outages since the group began to its deadline."""
         outages = self.attempts.outages.seconds - state.outage_seconds
+        # And the longest pause, so that the deadline does not pass before the outage is measured.
         state.limit.allowance = outages + LONGEST_PAUSE
 
     async def _play_attempt(
@@ -353,6 +364,7 @@ class GroupRunner:
         try:
             result = await self.tokens.play(state.task.env, play)
         except asyncio.CancelledError:
+            # It stays in `live`, so that the group can record its fate.
             self._count_cancelled(state, state.live[member])
             raise
         episode = state.live.pop(member)
@@ -365,9 +377,7 @@ class GroupRunner:
             self._count_failed(state, member, episode, result, result.failure)
             return result
         for trajectory in trajectories:
-            self.accounts.lengths.add_sampled(
-                EpisodeLength(trajectory.seconds, trajectory.num_tokens)
-            )
+            self.accounts.lengths.add_sampled(EpisodeLength.of(trajectory))
             self.ledger.unused(state.number, member, attempt, trajectory.dropped)
         return result
 
@@ -455,11 +465,3 @@ class GroupRunner:
             f"{failure.layer}: {failure.error}",
         )
         self.events.record("episode failed", f"{state.task.id}/{member}/{episode.attempt}")
-
-
-def _describe_loss(member: int, last: LastAttempt) -> str:
-    failure = last.result.failure
-    assert failure is not None
-    return (
-        f"member {member} failed {last.failures} times, finally by {failure.layer}: {failure.error}"
-    )

@@ -39,7 +39,7 @@ class MemberResult:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Plays assignments, one after the other or many at a time."""
+    """Plays assignments, in sequence or concurrently."""
 
     runner: EpisodeRunner
     """Plays the episodes."""
@@ -55,7 +55,9 @@ class Member:
         lengths: tuple[EpisodeLength, ...] = ()
         try:
             played = tuple(await self.runner.play(assignment, report))
-            lengths = tuple(_length(t) for t in played if not isinstance(t.status, Failed))
+            lengths = tuple(
+                EpisodeLength.of(whole) for whole in played if not isinstance(whole.status, Failed)
+            )
         finally:
             # Before it is scored, so that a slow reward holds no slot; also if it was cancelled.
             report(EpisodeOver(lengths))
@@ -78,7 +80,3 @@ class Member:
                 return MemberResult(played, failure=score.status)
             scores.append(replace(score, scoring_spans=((began, elapsed()),)))
         return MemberResult(played, tuple(scores))
-
-
-def _length(trajectory: Trajectory) -> EpisodeLength:
-    return EpisodeLength(trajectory.seconds, trajectory.num_tokens)

@@ -4,8 +4,11 @@ environment is.
 The next task belongs to the environment that is furthest behind its weight: the one with the
 smallest (n + 1) / weight, where n are its groups that have been trained on or are being played (the
 method of D'Hondt). A group that fails, is filtered or is too old no longer counts, so its place
-goes to the same environment. What follows depends on these counts alone, which a resumed run has
-from its ledger, and the tokens from its checkpoint.
+goes to the same environment. The order depends on these counts alone, which a resumed run restores
+from its ledger (and the tokens from its checkpoint).
+
+Example: the weights 2 (`a`) and 1 (`b`). At first, `a` has 1/2 and `b` 1/1, so `a` is next; then
+`a` has 2/2 and `b` 1/1, and the first of equals is taken: a, a, b, a, a, b, ...
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -134,20 +137,20 @@ class Mixture:
             ConfigError: the earlier launch had tasks of an environment that is not there any more.
         """
         failed = dict.fromkeys(self._shares, 0)
-        gone = set[str]()
+        unknown = set[str]()
         for number, env, fate in fates:
             if env not in self._shares:
-                gone.add(env)
+                unknown.add(env)
                 continue
             share = self._shares[env]
             self._issue(share, number)
             share.live += fate is None
             share.groups += fate in ("trained", "masked")
             failed[env] += fate == "failed"
-        if gone:
+        if unknown:
             raise ConfigError(
-                f"env.mixture has no entry called {min(gone)!r} any more, and the run has had tasks"
-                " of it: put it back (with a small weight it gets few tasks more); there is"
+                f"env.mixture has no entry called {min(unknown)!r} any more, and the run has had"
+                " tasks of it: put it back (with a small weight it gets few tasks more); there is"
                 f" {', '.join(self._shares)}"
             )
         for name, share in self._shares.items():
@@ -164,7 +167,7 @@ class Mixture:
             return (share.groups + share.live + 1) / share.weight
         # A group that is being played counts as much as those of its environment did so far, or
         # else those of all.
-        known = [share] if share.groups else list(self._shares.values())
-        groups = sum(one.groups for one in known)
-        mean = sum(one.tokens for one in known) / groups if groups else 1.0
+        trained = [share] if share.groups else list(self._shares.values())
+        groups = sum(share.groups for share in trained)
+        mean = sum(share.tokens for share in trained) / groups if groups else 1.0
         return (share.tokens + (share.live + 1) * max(mean, 1.0)) / share.weight

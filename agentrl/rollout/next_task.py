@@ -1,4 +1,4 @@
-"""`next_task`: the task of an index, from a task source that anybody may have written."""
+"""`next_task`: the task of an index, from a task source that may return anything."""
 
 from agentrl.errors import ConfigError
 from agentrl.protocols import TaskSource

@@ -23,6 +23,7 @@ from agentrl.errors import WeightsError
 from agentrl.flow import deadline, run_to_completion
 from agentrl.protocols import Engine, EngineOffers
 from agentrl.rollout.assignment import Assignment, Report, ignore_reports
+from agentrl.rollout.branches import draw_distinct
 from agentrl.rollout.config import OpponentsConfig
 from agentrl.rollout.episode import EnvEpisodeRunner, Role
 from agentrl.rollout.results import Games, Results
@@ -153,9 +154,11 @@ class SelfPlay:
         rng = Random(derive_seed(self.seed, "opponent", assignment.task.id))
         if rng.random() < self.matches.config.latest or not self._met:
             return await self.runner.play(assignment, report)
+        # The generator is that of the task: all members of its group meet the same opponent, and
+        # take the seats in turn, so that each seat has members to be compared with.
         opponent, seats = rng.choice(self._met), self.matches.own
         own = seats[(rng.randrange(len(seats)) + assignment.member) % len(seats)]
-        runner = _against(opponent, self.runner, set(self.matches.agents) - {own})
+        runner = _with_opponent(opponent, self.runner, set(self.matches.agents) - {own})
         async with opponent.game() as version:
             played = await runner.play(assignment, report)
         return [replace(trajectory, opponent=version) for trajectory in played]
@@ -219,19 +222,17 @@ class SelfPlay:
     def _draw(self, version: int) -> list[int]:
         """The snapshots to meet at this version, all different, at most one for each engine."""
         rng = Random(derive_seed(self.seed, "opponents", version))
-        left, drawn = list(self.snapshots.needed(version)), list[int]()
-        while left and len(drawn) < len(self.opponents):
-            weights = [
-                self.results.weight(one) if self.matches.config.draw == "prioritised" else 1.0
-                for one in left
-            ]
-            (one,) = rng.choices(left, weights)
-            left.remove(one)
-            drawn.append(one)
-        return drawn
+        prioritised = self.matches.config.draw == "prioritised"
+        weights = {
+            snapshot: self.results.weight(snapshot) if prioritised else 1.0
+            for snapshot in self.snapshots.needed(version)
+        }
+        return draw_distinct(weights, len(self.opponents), rng)
 
     def _assign(self, drawn: Sequence[int]) -> None:
-        """Give each drawn version to an opponent; those that play as one already keep it."""
+        """Give each drawn version to an opponent. An opponent that already plays as one of them
+        keeps it, as loading a snapshot takes time.
+        """
         staying = {
             opponent.wanted: opponent for opponent in self.opponents if opponent.wanted in drawn
         }
@@ -241,7 +242,7 @@ class SelfPlay:
             opponent.wanted = version
 
 
-def _against(
+def _with_opponent(
     opponent: Opponent, runner: EnvEpisodeRunner | WorkerRunner, agents: Collection[str]
 ) -> EnvEpisodeRunner | WorkerRunner:
     """The runner of episodes in which an opponent plays these agents."""

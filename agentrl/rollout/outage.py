@@ -1,5 +1,5 @@
-"""`Outages`: the environments' server cannot be used, and episodes wait for it instead of spending
-their retries.
+"""`Outages`: while the environments' server is unreachable, episodes wait for it instead of
+spending their retries.
 
 attempt ──▶ OutageError ──▶ pause, doubled, with jitter ──▶ attempt ...
 
@@ -57,20 +57,20 @@ class Outages:
         return now() - self._began <= self.longest
 
     def episode_ended(self) -> None:
-        """Record that an episode was played to its end: the server works, if not for all, and the
-        wait begins again.
+        """Record that an episode was played to its end: the server answers at least some requests,
+        so `longest` counts from here again.
         """
         if self._began > -math.inf:
             self._began = now()
 
     async def pause(self, failures: int, rng: Random) -> None:
-        """Wait after the n-th attempt in a row that an outage has failed."""
+        """Wait after so many attempts in a row that failed because of an outage."""
         with waiting_for(self._why):
             await asyncio.sleep(min(jittered(failures, rng), LONGEST_PAUSE))
 
 
 def jittered(failures: int, rng: Random) -> float:
-    """Seconds to wait after the n-th failure in a row: doubled each time, and another for each
-    member.
+    """Seconds to wait after so many failures in a row: doubled each time, with jitter, so that the
+    members of a run do not all come back at the same moment.
     """
     return Retries.pause(failures) * rng.uniform(0.5, 1.0)

@@ -82,13 +82,13 @@ class Rollouts:
     `next_number` is the first new number. `groups` is how many groups the run still trains on: no
     more are started, so none is left over at the end. Of `engine`, only the statistics are used.
     `rescue` is called when nothing progresses any more, before the run is ended; it returns whether
-    it could help. `gives_up`: whether an environment of a mixture that has spent its budget of
-    failures gets no more tasks, instead of ending the run. `keep_untrained`: see `take_untrained`.
-    `teaches`: whether anything can be learned from a group; with `rollout.filter_zero_variance`,
-    others are replaced. `places` returns how many requests all engines serve at once at the moment,
-    and 0 if that is not known. `tokens`: the budget of the engines' KV caches, if others play with
-    these engines too. `disagreement`: what earlier launches have learned of where
-    to branch.
+    it could help. `gives_up`: an environment of a mixture that has spent its budget of failures
+    gets no more tasks, instead of ending the run. `keep_untrained`: see `take_untrained`.
+    `teaches` tells whether anything can be learned from a group; with
+    `rollout.filter_zero_variance`, others are replaced. `places` returns the number of requests
+    that all engines can serve concurrently now, and 0 if it is not known. `tokens`: the budget of
+    the engines' KV caches, if other schedulers use these engines too. `disagreement`: the
+    statistics of earlier launches for `rollout.branches.at=disagreement`.
     """
 
     def __init__(
@@ -298,9 +298,13 @@ class Rollouts:
         Raises:
             MetricNameError: two parts have a metric of the same name.
         """
+        token_metrics = self._tokens.metrics()
+        if token_metrics:  # the size of the KV caches is known
+            before, self._preempted_episodes = self._preempted_episodes, self._share.preempted
+            token_metrics["live_episodes/preempted"] = float(self._share.preempted - before)
         parts: dict[str, Metrics] = {
             "the scheduler": self._own_metrics(),
-            "the budget of tokens": self._token_metrics(),
+            "the budget of tokens": token_metrics,
             "the accounts of episodes": self._accounts.metrics(),
             "the rewards": self._groups.reward.metrics(),
         }
@@ -313,6 +317,9 @@ class Rollouts:
     def _own_metrics(self) -> dict[str, float]:
         """Slots, channels, failed tasks and sampled tokens."""
         blocked = self._finished.snapshot().get_wait
+        stats = self._engine.stats()
+        generated_before, self._generated = self._generated, stats.generated_tokens
+        older_before, self._over_older_kv = self._over_older_kv, stats.older_kv_tokens
         metrics = {
             "live_episodes": float(self._slots.taken),
             "live_episodes/limit": float(self._slots.limit),
@@ -320,10 +327,12 @@ class Rollouts:
             "groups/ready": float(len(self._ready)),
             "blocked_seconds": blocked,
             "failed_tasks": float(self._failed_tasks.total()),
-            "generated_tokens": self._generated_tokens(),
+            # Since the last call. Those of an engine that died since then are lost with its counts.
+            "generated_tokens": float(max(0, self._generated - generated_before)),
         }
-        metrics |= self._engine_shares.metrics(self._engine.stats())
-        metrics |= self._tokens_over_older_kv()
+        metrics |= self._engine_shares.metrics(stats)
+        if older_before or self._over_older_kv:
+            metrics["older_kv_tokens"] = float(max(0, self._over_older_kv - older_before))
         for channel in self._flow.snapshot():
             name = f"channels/{channel.name.rpartition('/')[2]}"
             metrics[f"{name}/depth"] = float(channel.depth)
@@ -334,28 +343,6 @@ class Rollouts:
             for env, failed in self._failed_tasks.items():
                 metrics[f"envs/{env}/failed_tasks"] = float(failed)
         return metrics
-
-    def _token_metrics(self) -> dict[str, float]:
-        """What live episodes hold of the KV caches, if their size is known."""
-        metrics = self._tokens.metrics()
-        if metrics:
-            before, self._preempted_episodes = self._preempted_episodes, self._share.preempted
-            metrics["live_episodes/preempted"] = float(self._share.preempted - before)
-        return metrics
-
-    def _generated_tokens(self) -> float:
-        """The tokens that the engines have sampled since the last call. Those of engines that died
-        are not known.
-        """
-        before, self._generated = self._generated, self._engine.stats().generated_tokens
-        return float(max(0, self._generated - before))
-
-    def _tokens_over_older_kv(self) -> dict[str, float]:
-        """The tokens that were sampled over KV of older weights, once there have been any."""
-        before, self._over_older_kv = self._over_older_kv, self._engine.stats().older_kv_tokens
-        if not (before or self._over_older_kv):
-            return {}
-        return {"older_kv_tokens": float(max(0, self._over_older_kv - before))}
 
     def take_untrained(self) -> list[tuple[Trajectory, Score]]:
         """Trajectories that ended since the last call and are not trained on: at most
@@ -399,7 +386,11 @@ class Rollouts:
             and (ticket := self._rule.admit())
         ):
             self._groups_left -= 1
-            number, task = self._next_task()
+            if self._pending:  # open tasks of a resumed run
+                number, task = self._pending.popleft()
+            else:
+                number, self._next_number = self._next_number, self._next_number + 1
+                task = next_task(self._tasks, number)
             self._ledger.admit(number, task, ticket.admitted_version)
             self._events.record("admitted", task.id)
             playing = _Playing(ticket, number, task)
@@ -413,12 +404,6 @@ class Rollouts:
             self._config.group_size if self._mixture is None else self._mixture[task.env].group_size
         )
 
-    def _next_task(self) -> tuple[int, Task]:
-        if self._pending:
-            return self._pending.popleft()
-        number, self._next_number = self._next_number, self._next_number + 1
-        return number, next_task(self._tasks, number)
-
     async def _play_group(self, playing: _Playing, slots: int) -> None:
         task = playing.task
         try:
@@ -427,7 +412,7 @@ class Rollouts:
             self._fail_task(playing, str(error))
             group = None
         except Exception:
-            # a defect, or wrong options: it ends the flow, and nothing may start meanwhile
+            # A defect, or wrong options: it ends the flow, and nothing may start meanwhile.
             self._closing = True
             raise
         if group is not None and self._config.filter_zero_variance and not self._teaches(group):
@@ -526,6 +511,7 @@ class Rollouts:
             number = playing.number
             self._lose(playing.task)
             work.cancel("its weights are too old")
+            # Its slots are free only when its members have ended.
             work.add_done_callback(lambda task: self._admit())
         self._ledger.end_task(
             number,
@@ -547,6 +533,7 @@ class Rollouts:
         clock = clock_of(self._engine)
         if clock is not None and clock.is_held:
             return False  # what waits for the engine may well make no progress
+        # Otherwise the trainer works, and the rule admits nothing meanwhile.
         return self.blocked or self._slots.taken > 0
 
     def _episode_ended(self) -> None:
@@ -558,6 +545,7 @@ class Rollouts:
         bounds = self._config.live_episodes(places)
         self._set_controller(self._controller.between_others(*bounds))
         if self._episodes_ended >= self._observe_at:
+            # Rare enough that a change of the limit shows in the load before the next look.
             self._observe_at = self._episodes_ended + max(8, self._controller.limit // 4)
             stats = self._engine.stats()
             load = EngineLoad(

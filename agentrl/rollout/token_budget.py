@@ -1,23 +1,23 @@
 """`TokenBudget`: how many episodes may be live, by the tokens that the engines' KV caches hold.
 
-A live episode occupies the KV cache also between its turns: its context waits there for the next
-one. If the contexts of all live episodes do not fit, engines preempt requests, and compute contexts
-again that they had. So episodes begin only while all contexts are expected to fit, now and after
-each further turn:
+A live episode occupies the KV cache between its turns too: its context waits there for the next
+one. If the contexts of all live episodes do not fit, engines preempt requests, and recompute
+contexts that they already had. So episodes begin only while all contexts are expected to fit, now
+and after each further turn:
 
     cost of an environment ── expected tokens, turn by turn ─▶ of those that live, and of new ones
     KV caches of the engines that serve ── tokens ─▶ how many new ones fit
 
 The cost is learned from what live episodes report, by environment and turn: how many tokens a turn
 adds to the context (prompt and answer), and how often an episode ends after it. Earlier episodes
-count less, so the budget follows answers that grow while the policy learns. Of turns that no
-episode has come to yet, nothing good is assumed: that the episode goes on, and adds as much as in
-the turn before. Where even the first one is unknown, it fills the engine's context. So a run
-begins with as many episodes as surely fit, and with more as soon as they have answered.
+count less, so the budget follows answers that grow while the policy learns. For turns that no
+episode has reached yet, the worst is assumed: the episode continues, and the turn adds as much as
+the one before. If even the first turn is unknown, it is assumed to fill the engine's context. So a
+run begins with as many episodes as fit in any case, and adds more as soon as they have answered.
 
-Where the expectation was too low, a hard cap holds: if the contexts of the live episodes exceed the
-KV caches, the youngest episodes are preempted, which have the least to lose. Each is played again
-from its beginning when there is room.
+If the expectation was too low, there is a hard cap: once the contexts of the live episodes exceed
+the KV caches, the youngest episodes are preempted, which have the least to lose. Each is played
+again from its beginning when there is room.
 
 Dimension suffixes: S stages (turns, or spans of turns if an episode may have many); J stages from
 now on.
@@ -37,19 +37,20 @@ from agentrl.protocols import Engine
 _STAGES = 64
 """Most stages of an episode. More turns than that are counted in spans."""
 _REMEMBERED = 256
-"""About so many episodes at a stage make up what is known of it: earlier ones fade."""
+"""Episodes at a stage that its statistics cover, approximately: earlier ones fade."""
 _MOST_SHARE, _LEAST_SHARE = 0.9, 0.45
-"""Share of the KV caches that contexts are expected to fill: episodes differ."""
+"""Bounds of the share of the KV caches that contexts are expected to fill. The rest is room for
+episodes that grow more than expected."""
 _AFTER_PREEMPTION = 0.95
-"""Factor of that share when an expectation was too low."""
+"""Factor of that share after an expectation that was too low."""
 _RECOVERY = 0.002
-"""Part of what is missing in that share that comes back at each look."""
+"""Part of the distance to `_MOST_SHARE` that the share regains with each look."""
 _LIKELIEST_END = 0.999
-"""Most that the chance of an end after a stage counts, so that none is certain."""
+"""Upper bound of the probability that an episode ends after a stage, so that no end is certain."""
 _RARE = 0.002
-"""Share of episodes that come to a stage below which it is left out of expectations."""
+"""Stages that a smaller share of the episodes reaches are left out of expectations."""
 _LOOKS_PER_GENERATION = 8
-"""How often the limit is computed while each live episode has one answer."""
+"""How often the limit is computed while each live episode gets one answer."""
 
 T = TypeVar("T")
 Array = npt.NDArray[np.float64]
@@ -108,10 +109,17 @@ class EnvironmentCost:
     def expected(self, max_context: int) -> tuple[Array, Array]:
         """(tokens that the live episodes hold after each further stage, those of one new episode),
         each of shape J, from now on. No context exceeds `max_context`.
+
+        Example: each turn adds 100 tokens, and half of the episodes end after each. A new episode
+        is expected to hold 0 tokens before its first turn, 100 after it (it surely plays one), then
+        200 / 2 = 100, then 300 / 4 = 75. One that lives and holds 100 after its first turn: 100
+        now, then 200 / 2, then 300 / 4.
         """
         went_on_S, ended_S = np.asarray(self._went_on_S), np.asarray(self._ended_S)
         all_live_S, all_held_S = np.asarray(self._live_S), np.asarray(self._held_S)
-        growth_S = _carried_on(np.asarray(self._growth_S), went_on_S > 0, float(max_context))
+        growth_S = _fill_forward(np.asarray(self._growth_S), went_on_S > 0, float(max_context))
+        # Of a new episode: the tokens that it holds at each stage, and the chance that it gets
+        # there.
         left_S = went_on_S + ended_S
         ends_S = np.divide(ended_S, left_S, out=np.zeros_like(left_S), where=left_S > 0)
         goes_on_S = 1 - np.minimum(ends_S, _LIKELIEST_END)
@@ -120,6 +128,8 @@ class EnvironmentCost:
         matters_S = (lasts_S > _RARE) | (all_live_S > 0)
         last = int(np.flatnonzero(matters_S)[-1])  # few stages, where episodes are short
         live_S, held_now_S = all_live_S[: last + 1], all_held_S[: last + 1]
+        # Of those that are at stage S now: the chance that they live J stages later, which is that
+        # of getting to S + J, given that they got to S; and what they then hold.
         stage = np.arange(last + 1)
         later_SJ = np.minimum(stage[:, None] + stage, last)
         is_there_SJ = stage[:, None] + stage <= last
@@ -135,8 +145,8 @@ class EnvironmentCost:
         return of_live_J, of_new_J
 
 
-def _carried_on(values_S: Array, is_known_S: npt.NDArray[np.bool_], first: float) -> Array:
-    """The values, where one that is not known is as the one before; `first` without any."""
+def _fill_forward(values_S: Array, is_known_S: npt.NDArray[np.bool_], first: float) -> Array:
+    """The values, with unknown ones replaced by the last known one before them, or by `first`."""
     last_known_S = np.maximum.accumulate(np.where(is_known_S, np.arange(len(values_S)), -1))
     return np.where(last_known_S < 0, first, values_S[last_known_S])
 
@@ -159,14 +169,24 @@ class Holding:
     _is_counted: bool = True
 
     def answered(self, answers: int, tokens: int) -> None:
-        """Note so many more answers, after which the episode holds these tokens."""
-        if self._is_counted:
-            self._move(self._answers + answers, tokens)
-            self._budget._note()
+        """Note that there are so many more answers, and that the episode holds so many tokens."""
+        if not self._is_counted:
+            return
+        before = self._cost.stage(self._answers)
+        self._answers += answers
+        after = self._cost.stage(self._answers)
+        if after > before:
+            self._cost.advance(before, after, tokens - self._tokens_before)
+            self._tokens_before = tokens
+        self._cost.hold(before, -1, -self.tokens)
+        self._cost.hold(after, 1, tokens)
+        self._budget.held += tokens - self.tokens
+        self.tokens = tokens
+        self._budget._note()
 
     def end(self, *, whole: bool) -> None:
-        """Note that the episode holds nothing any more. `whole`: it came to an end of its own.
-        Repeating it changes nothing.
+        """Note that the episode holds nothing any more. `whole`: it was played to its end. May be
+        called repeatedly.
         """
         if not self._is_counted:
             return
@@ -186,16 +206,6 @@ class Holding:
             self.is_preempted = True
             self._task.cancel()
 
-    def _move(self, answers: int, tokens: int) -> None:
-        before, after = self._cost.stage(self._answers), self._cost.stage(answers)
-        if after > before:
-            self._cost.advance(before, after, tokens - self._tokens_before)
-            self._tokens_before = tokens
-        self._cost.hold(before, -1, -self.tokens)
-        self._cost.hold(after, 1, tokens)
-        self._budget.held += tokens - self.tokens
-        self._answers, self.tokens = answers, tokens
-
     def _leave(self) -> None:
         self._is_counted = False
         self._cost.hold(self._cost.stage(self._answers), -1, -self.tokens)
@@ -203,7 +213,9 @@ class Holding:
 
 
 class TokenShare:
-    """The episodes of one scheduler in the budget. `changed` is called when its limit may have."""
+    """The episodes of one scheduler in the budget. `changed` is called when its limit may have
+    changed.
+    """
 
     def __init__(self, budget: "TokenBudget", changed: Callable[[], None]) -> None:
         self._budget = budget
@@ -216,12 +228,12 @@ class TokenShare:
 
     @property
     def limit(self) -> int | None:
-        """How many of its episodes may be live; None if the engines do not tell what they hold."""
+        """How many of its episodes may be live; None if the engines report no capacity."""
         room = self._budget.room()
         return None if room is None else self.live + room
 
     def leave(self) -> None:
-        """Take no more part in the budget."""
+        """Leave the budget."""
         self._budget._shares.remove(self)
 
     async def play(self, env: str, episode: Callable[[Holding], Awaitable[T]]) -> T | None:
@@ -234,6 +246,7 @@ class TokenShare:
         try:
             return await episode(holding)
         except asyncio.CancelledError:
+            # If somebody else has cancelled the task too, it ends.
             if not holding.is_preempted or task.uncancel() > cancelling:
                 raise
             self.preempted += 1
@@ -245,8 +258,8 @@ class TokenShare:
 
 @dataclass(eq=False)
 class TokenBudget:
-    """See the module. One budget for all episodes that an engine's policy plays: of training, and
-    of evaluations at the same time.
+    """One budget for all episodes that an engine's policy plays: those of training, and of
+    evaluations at the same time. See the module's docstring.
     """
 
     engine: Engine | None
@@ -284,7 +297,7 @@ class TokenBudget:
         return share
 
     def room(self) -> int | None:
-        """How many more episodes may begin; None if the engines do not tell what they hold."""
+        """How many more episodes may begin; None if the engines report no capacity."""
         return None if self._allowed is None else max(0, self._allowed - len(self._live))
 
     @property
@@ -324,7 +337,9 @@ class TokenBudget:
         self.held -= holding.tokens
 
     def _note(self) -> None:
-        """Something has been learned: look at the limit now and then, and at the cap each time."""
+        """React to something learned: check the cap each time, and compute the limit now and
+        then.
+        """
         self._events += 1
         too_much = self._capacity and self.held > self._cap and len(self._live) > 1
         if self._events >= self._due or too_much:

@@ -161,29 +161,29 @@ class WorkerConnection:
             case Progress() | Played() | Raised() | Cancelled():
                 # A cancelled episode is no longer among them.
                 if (episode := self._episodes.get(message.number)) is not None:
-                    _take_news(episode, message)
+                    _apply(episode, message)
 
     def _take_parcel(self, number: int, parcel: Parcel) -> None:
-        """Map the trajectories of an episode now: they would be lost if the worker died before
-        they are read.
+        """Map the trajectories of an episode immediately: they would be lost if the worker died
+        before they are read.
         """
-        news: Played | Raised
+        message: Played | Raised
         try:
-            news = Played(number, parcel.mapped())
+            message = Played(number, parcel.mapped())
         except OSError as error:
             why = f"what it has played cannot be read: {error}"
-            news = Raised(number, WorkerDiedError(ROLE, self.rank, why))
+            message = Raised(number, WorkerDiedError(ROLE, self.rank, why))
         self.link.send(Received(number))
-        self.take(news)
+        self.take(message)
 
     async def _generate(self, engine: str, request: GenerateRequest) -> ReplicaAnswer:
         return ReplicaAnswer(await self._engines[engine].generate(request))
 
 
-def _take_news(episode: _Episode, news: Progress | Played | Raised | Cancelled) -> None:
-    """Take what a worker tells of an episode."""
+def _apply(episode: _Episode, message: Progress | Played | Raised | Cancelled) -> None:
+    """Apply a worker's message to its episode."""
     ended = episode.ended
-    match news:
+    match message:
         case Progress(_, changes):
             segments = episode.progress.segments(pickle.loads(changes))
             episode.report(TurnsPlayed(segments))

@@ -49,8 +49,8 @@ class DirectReplicas:
         self._homes = SessionHomes[_Replica]()
 
     def follow(self, doors: "Doors") -> None:
-        """Ask those behind these doors from now on, and no others. Requests that are under way at
-        another one end there.
+        """Ask the replicas behind these doors from now on, and no others. Requests that are in
+        flight at another replica end there.
         """
         self._doors = doors
         for door in doors:
@@ -60,17 +60,19 @@ class DirectReplicas:
         self._note_usable()
 
     async def ask(self, request: "GenerateRequest") -> ReplicaAnswer | None:
-        """The answer of a replica; None if there is none to ask, or if it dies meanwhile: the
-        controller is asked then.
+        """The answer of a replica; None if there is no replica, or if it dies meanwhile. The caller
+        then asks the controller.
 
         Raises:
             EngineError: see `Engine.generate`.
         """
-        # What a mixture has chosen stays in the engine's object store, of which the controller has
-        # the references.
+        # The experts that a mixture has chosen stay in the engine's object store, to which only the
+        # controller has references.
         if not self._usable or request.keep_experts:
             return None
-        replica = self._homes.choose(request.session, self._usable, _live)
+        replica = self._homes.choose(
+            request.session, self._usable, lambda replica: replica.client.live
+        )
         try:
             answer = await replica.client.generate(request)
         except EngineDeadError:
@@ -95,7 +97,7 @@ class DirectReplicas:
             self._give_up(replica)
 
     async def _connect(self, door: Door) -> None:
-        client = EngineClient(_unsent)
+        client = EngineClient(_raise_unconnected)
         try:
             link = await connect(door, self._rank, client.take)
         except OSError as error:
@@ -119,7 +121,8 @@ class DirectReplicas:
 
     def _note_usable(self) -> None:
         at = [door for door in self._doors if door in self._linked]
-        # Each worker begins elsewhere, so that few requests of many workers are not all at one.
+        # Each worker begins at another replica: `SessionHomes` takes the first of equally busy
+        # ones, and would send the first requests of all workers to the same.
         begin = self._rank % max(1, len(at))
         self._usable = [self._linked[door] for door in at[begin:] + at[:begin]]
         for replica in list(self._linked.values()):
@@ -130,11 +133,7 @@ class DirectReplicas:
             self._give_up(replica)
 
 
-def _live(replica: _Replica) -> int:
-    return replica.client.live
-
-
-def _unsent(message: Any) -> None:
+def _raise_unconnected(message: Any) -> None:
     raise EngineDeadError("the rollout worker is not connected to this engine yet")
 
 

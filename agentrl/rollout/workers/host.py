@@ -114,7 +114,7 @@ class _Playing:
     """Seconds by which the clock of this machine is ahead of the controller's."""
 
     async def play_over(self, link: MessageLink) -> None:
-        """Play for the controller until the link ends, or it says so; then cancel what is played.
+        """Play for the controller until the link ends or it sends `Stop`; then cancel all episodes.
 
         Raises:
             Exception: what ended the link, if it was a defect of this side.
@@ -124,7 +124,7 @@ class _Playing:
         try:
             async with self.flow:
                 link.send(Ready(MemoryProbe.of_this_process()))
-                self.flow.start(self._give_signs_of_life(), name="pulse")
+                self.flow.start(self._send_pulses(), name="pulse")
                 with self.engines.connecting(partial(self.flow.start, name="connect")):
                     await self.stopped.wait()
                 self.flow.cancel()
@@ -161,10 +161,10 @@ class _Playing:
             assignment: Assignment = pickle.loads(pickled)
             played = await self._runner(policy).play(assignment, self._reporter(number))
             if self.ahead:
-                played = [_earlier(trajectory, self.ahead) for trajectory in played]
+                played = [_shift_clock(trajectory, self.ahead) for trajectory in played]
             self._send_sampled_of(number)
             sealed = tuple(trajectory.sealed() for trajectory in played)
-            self._send(Played(number, self._packed(number, sealed)))
+            self._send(Played(number, self._pack(number, sealed)))
         except asyncio.CancelledError:
             self._send_sampled_of(number)
             self._send(Cancelled(number))
@@ -174,7 +174,7 @@ class _Playing:
         finally:
             self.episodes.pop(number, None)
 
-    def _packed(self, number: int, played: tuple[Trajectory, ...]) -> Pickled | Parcel:
+    def _pack(self, number: int, played: tuple[Trajectory, ...]) -> Pickled | Parcel:
         """The trajectories of an episode, in shared memory if that costs the controller less."""
         pickled = Pickled.of(played)
         if not self.shares_memory or pickled.buffer_bytes < _LEAST_SHARED_BYTES:
@@ -200,18 +200,15 @@ class _Playing:
 
         return report
 
-    async def _give_signs_of_life(self) -> None:
+    async def _send_pulses(self) -> None:
         while True:
-            self._send_sampled()
+            if self.sampled:
+                self._send(Sampled.of(self.sampled))
+                self.sampled.clear()
             self._send(Pulse(time.process_time(), busy_seconds()))
             for report in self.engines.reports():
                 self._send(report)
             await asyncio.sleep(PULSE_SECONDS)
-
-    def _send_sampled(self) -> None:
-        if self.sampled:
-            self._send(Sampled.of(self.sampled))
-            self.sampled.clear()
 
     def _send_sampled_of(self, number: int) -> None:
         if (sampled := self.sampled.pop(number, None)) is not None:
@@ -222,7 +219,7 @@ class _Playing:
         self.link.send(message)
 
 
-def _earlier(trajectory: Trajectory, seconds: float) -> Trajectory:
-    """The trajectory with the times of a clock that is so far behind."""
+def _shift_clock(trajectory: Trajectory, seconds: float) -> Trajectory:
+    """The trajectory with its times in a clock that is `seconds` behind this one."""
     turns = tuple(replace(turn, asked=turn.asked - seconds) for turn in trajectory.turns)
     return replace(trajectory, turns=turns, started=trajectory.started - seconds)

@@ -7,9 +7,9 @@
 An episode is played by one worker from its beginning to its end. The worker with the fewest
 episodes gets the next one. Which one that is changes nothing, because all seeds of an episode are
 in its assignment. A worker that dies, or gives no sign of life, is replaced; its episodes fail, and
-are played again as after any failure (`agentrl/rollout/attempts.py`). A task that two workers have
-died of is set aside (`agentrl/flow/suspicion.py`). With a scaling, workers come and go with the
-load: one that goes plays its episodes to their ends, and gets no other.
+are played again as after any failure (`agentrl/rollout/attempts.py`). A task that has killed two
+workers is set aside (`agentrl/flow/suspicion.py`). With a scaling, the number of workers follows
+the load: a worker that leaves plays its episodes to their ends, and gets no others.
 """
 
 import asyncio
@@ -62,18 +62,17 @@ class _Place:
 
 
 class _Load(NamedTuple):
-    """What workers have done until a moment, all in seconds."""
+    """The work of all workers up to a moment, all in seconds."""
 
     at: float = 0.0
     cpu: float = 0.0
     busy: float = 0.0
 
     def since(self, before: "_Load") -> tuple[float, float]:
-        """Cores that they have used meanwhile, and event loops that were busy, on average."""
+        """The average number of cores in use, and of busy event loops, since `before`."""
         seconds = max(1e-9, self.at - before.at)
-        return max(0.0, self.cpu - before.cpu) / seconds, max(
-            0.0, self.busy - before.busy
-        ) / seconds
+        cpu, busy = max(0.0, self.cpu - before.cpu), max(0.0, self.busy - before.busy)
+        return cpu / seconds, busy / seconds
 
 
 class RolloutWorkers:
@@ -208,8 +207,8 @@ class RolloutWorkers:
             "rollout_workers/most_live": float(max(live)),
         }
 
-    def _load(self) -> "_Load":
-        """What all workers have done so far."""
+    def _load(self) -> _Load:
+        """The work of all workers so far."""
         connected = self._connections.values()
         return _Load(
             elapsed(),
@@ -259,8 +258,8 @@ class RolloutWorkers:
                 self._resize(scaling.decide(self.worker_count().count, busy), door)
 
     def _resize(self, count: int, door: Door) -> None:
-        """Have so many workers. Those of the highest ranks leave, and those that are about to leave
-        stay, before another is started.
+        """Change the number of workers. The highest ranks leave first; workers that are about to
+        leave are kept before new ones are started.
         """
         staying = [rank for rank, place in self._places.items() if not place.is_leaving]
         if count == len(staying):
@@ -274,7 +273,7 @@ class RolloutWorkers:
             self._add(door)
 
     def _add(self, door: Door) -> None:
-        """Have one worker more."""
+        """Keep a worker that is about to leave, or start another."""
         for place in self._places.values():
             if place.is_leaving and place.keeping and not place.keeping.cancelling():
                 place.is_leaving = False
@@ -328,13 +327,16 @@ class RolloutWorkers:
         """
         try:
             async with Flow(f"rollout worker {rank}") as flow:
-                flow.start(_until_it_ends(worker, rank, door), name="serve")
+                flow.start(_serve_until_closed(worker, rank, door), name="serve")
                 flow.start(self._watch(rank), name="watch")
         except WorkerDiedError as error:
             self._suspicion.died(self._lose(rank, error), error)
             raise
         except asyncio.CancelledError:
-            await self._let_close(rank)
+            if (connection := self._connections.get(rank)) is not None:
+                # Let it close its environments before it is stopped.
+                connection.link.send(Stop())
+                await asyncio.wait({connection.link.closed}, timeout=STOP_SECONDS)
             raise
         finally:
             self._lose(rank, WorkerDiedError(ROLE, rank, "its run has ended"))
@@ -356,12 +358,6 @@ class RolloutWorkers:
                     " it (`isolation: process` gives it a process of its own)",
                 )
 
-    async def _let_close(self, rank: int) -> None:
-        """Have a worker close its environments."""
-        if (connection := self._connections.get(rank)) is not None:
-            connection.link.send(Stop())
-            await asyncio.wait({connection.link.closed}, timeout=STOP_SECONDS)
-
     def _lose(self, rank: int, why: WorkerDiedError) -> list[Suspect]:
         """Give up the connection of a worker, and return what it worked on."""
         if (connection := self._connections.pop(rank, None)) is None:
@@ -374,20 +370,20 @@ class RolloutWorkers:
 
 
 def _identity(task: Task) -> tuple[str, Callable[[], bytes]]:
-    """The name of a task in messages, and what it is known by: not its id, which is another one
-    when it comes again.
+    """The name of a task in messages, and its key among suspects: not its id, which differs when
+    the same task comes again.
     """
-    named = f"the task of seed {task.seed} with the options {dict(task.options)!r:.200}"
-    return named, lambda: to_json([task.env, task.seed, dict(task.options)], fallback=repr)
+    name = f"the task of seed {task.seed} with the options {dict(task.options)!r:.200}"
+    return name, lambda: to_json([task.env, task.seed, dict(task.options)], fallback=repr)
 
 
 def _failed(assignment: Assignment, status: Failed, began: float) -> tuple[Trajectory]:
-    """An episode that failed before it left anything."""
+    """An episode that failed and left no turns."""
     seconds = elapsed() - began
     return (Trajectory(assignment.id, assignment.task, (), status, (), seconds, started=began),)
 
 
-async def _until_it_ends(worker: Worker, rank: int, door: Door) -> None:
+async def _serve_until_closed(worker: Worker, rank: int, door: Door) -> None:
     await worker.call("serve", door)
     raise WorkerDiedError(ROLE, rank, "its connection to the controller ended")
 

@@ -1,4 +1,4 @@
-"""The turns of episodes that go on, on their way to the controller: only what is new is sent.
+"""The turns of running episodes, on their way to the controller: only new turns are sent.
 
 worker:      ProgressSender.changes(segments) ─▶ SegmentChanges
 controller:  ProgressReader.segments(changes) ─▶ the segments as they were
@@ -30,7 +30,7 @@ class ProgressSender:
         then is sent again.
         """
         known = tuple(
-            _equal(self._sent.get(segment.agent, ()), segment.turns) for segment in segments
+            _common_prefix(self._sent.get(segment.agent, ()), segment.turns) for segment in segments
         )
         self._sent = {segment.agent: segment.turns for segment in segments}
         return SegmentChanges(
@@ -58,9 +58,11 @@ class ProgressReader:
         return whole
 
 
-def _equal(before: Sequence[Turn], after: Sequence[Turn]) -> int:
-    """How many turns at the beginning are the same objects."""
-    return next(
-        (at for at, (old, new) in enumerate(zip(before, after, strict=False)) if old is not new),
-        min(len(before), len(after)),
-    )
+def _common_prefix(before: Sequence[Turn], after: Sequence[Turn]) -> int:
+    """The number of turns at the beginning that are the same objects."""
+    count = 0
+    for old, new in zip(before, after, strict=False):
+        if old is not new:
+            break
+        count += 1
+    return count

@@ -59,8 +59,10 @@ class RemoteEngine(Engine):
     def serves(self, max_context: int, *, held: bool) -> None:
         """Take the facts about the engine."""
         self._max_context = max_context
-        if held != self._clock.is_held:
-            (self._clock.hold if held else self._clock.release)()
+        if held and not self._clock.is_held:
+            self._clock.hold()
+        elif self._clock.is_held and not held:
+            self._clock.release()
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `Engine.generate`."""
@@ -105,7 +107,7 @@ class RemoteEngines:
         self._rank = rank
         self._start: Start | None = None
         self._engines: dict[str, RemoteEngine] = {}
-        self._controller = EngineClient(_unsent)
+        self._controller = EngineClient(_raise_unconnected)
 
     @contextmanager
     def connecting(self, start: Start) -> Iterator[None]:
@@ -156,7 +158,7 @@ class RemoteEngines:
             self._start(work)
 
 
-def _unsent(message: Any) -> None:
+def _raise_unconnected(message: Any) -> None:
     raise EngineDeadError("the rollout worker is not connected to its controller yet")
 
 
