@@ -1,8 +1,8 @@
-"""Goes on from a turn of a saved episode: its earlier answers are given again, and then a model or
-a person answers.
+"""Continues a saved episode from one of its turns: its earlier answers are replayed, and then a
+model or a person answers.
 
-This needs no snapshot: any environment can do it that replies the same to the same answers. What it
-shows is compared with what was recorded, message by message.
+This needs no snapshot, only an environment that replies the same to the same answers. What it shows
+is compared with the recording, message by message.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class Departure:
         if same_tokens([self.recorded], renderer):
             return [turn.completion for turn in self.recorded.turns[: self.turn]]
         said = [message.content for message in self.before if message.is_answer]
-        return [_written(renderer, text) for text in said]
+        return [_completion_of_text(renderer, text) for text in said]
 
 
 Show = Callable[[Message, bool], None]
@@ -98,8 +98,8 @@ async def continue_by_model(
         then = engine_policy(
             config, rollouts.engine, model, runner.renderer, sampling, trained=False
         )
-        policy = _Departing(departure.answers(runner.renderer), then)
-        watching = _Watching(runner.renderer, departure, show)
+        policy = _ReplayingPolicy(departure.answers(runner.renderer), then)
+        watching = _WatchingRenderer(runner.renderer, departure, show)
         member = Member(replace(runner, policy=policy, renderer=watching), rollouts.reward)
         return await _play(member, policy, departure, config.seed, seed)
 
@@ -117,22 +117,24 @@ async def continue_by_hand(
     _check_env(config, departure)
     renderer = await asyncio.to_thread(renderer_of, model, config.model)
     rollout = config.rollout
-    policy = _Departing(departure.answers(renderer), _Person(renderer, ask))
+    policy = _ReplayingPolicy(departure.answers(renderer), _PersonPolicy(renderer, ask))
     async with env_host(config, shown=False) as envs, reward_of(config) as reward:
         runner = EnvEpisodeRunner(
             policy,
-            _Watching(renderer, departure, show),
+            _WatchingRenderer(renderer, departure, show),
             envs,
-            _untimed(rollout.budget),
+            _without_time_limit(rollout.budget),
             _PATIENCE,
             rollout.context,
-            own_budgets={env: _untimed(own) for env, own in config.own_budgets().items()},
+            own_budgets={
+                env: _without_time_limit(own) for env, own in config.own_budgets().items()
+            },
         )
         return await _play(Member(runner, reward), policy, departure, config.seed)
 
 
 async def _play(
-    member: Member, policy: "_Departing", departure: Departure, *seeds: int
+    member: Member, policy: "_ReplayingPolicy", departure: Departure, *seeds: int
 ) -> MemberResult:
     recorded = departure.recorded
     seed = derive_seed(*seeds, "replay", recorded.id)
@@ -162,11 +164,11 @@ def _check_env(config: RunConfig, departure: Departure) -> None:
         )
 
 
-def _untimed(budget: Budget) -> Budget:
+def _without_time_limit(budget: Budget) -> Budget:
     return budget.model_copy(update={"seconds": None})
 
 
-def _written(renderer: TemplateRenderer, text: str) -> Completion:
+def _completion_of_text(renderer: TemplateRenderer, text: str) -> Completion:
     """An answer with the tokens that a model would have sampled to write it, each certain."""
     token_ids = renderer.answer_ids(text)
     zeros = [0] * len(token_ids)
@@ -174,7 +176,7 @@ def _written(renderer: TemplateRenderer, text: str) -> Completion:
 
 
 @dataclass(slots=True)
-class _Departing:
+class _ReplayingPolicy:
     """`Policy` that gives recorded answers, and then those of another one."""
 
     answers: Sequence[Completion]
@@ -197,7 +199,7 @@ class _Departing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Person:
+class _PersonPolicy:
     """`Policy` of somebody who writes answers."""
 
     renderer: TemplateRenderer
@@ -205,11 +207,11 @@ class _Person:
     max_context: int = 1 << 30
 
     async def answer(self, episode: Episode, turn: int, prompt: Prompt, env: LiveEnv) -> Completion:
-        return _written(self.renderer, self.ask())
+        return _completion_of_text(self.renderer, self.ask())
 
 
 @dataclass(frozen=True, slots=True)
-class _Watching:
+class _WatchingRenderer:
     """`Renderer` whose conversations are shown, and compared with the recorded one."""
 
     renderer: Renderer
@@ -227,7 +229,7 @@ class _Watching:
 
 @dataclass(slots=True)
 class _WatchedConversation:
-    """A conversation of `_Watching`."""
+    """A conversation of `_WatchingRenderer`."""
 
     inner: Conversation
     departure: Departure
@@ -255,15 +257,15 @@ class _WatchedConversation:
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         prompt = self.inner.prompt(messages)
-        self._look()
+        self._show_new()
         return prompt
 
     def answer(self, completion: Completion) -> str:
         text = self.inner.answer(completion)
-        self._look()
+        self._show_new()
         return text
 
-    def _look(self) -> None:
+    def _show_new(self) -> None:
         for message in self.inner.messages[self.seen :]:
             again = self.seen < len(self.expected)
             if again:

@@ -90,14 +90,19 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
     right = [trajectory for trajectory, verdict in zip(played, verdicts, strict=True) if verdict]
     trajectories = right if demonstrations.successes_only else played
     unknown = (
-        f" ({_episodes(played) - _episodes(known)} unknown)" if len(known) < len(played) else ""
+        f" ({_count_episodes(played) - _count_episodes(known)} unknown)"
+        if len(known) < len(played)
+        else ""
     )
     run.display.say(
-        f"{_episodes(right)} of {_episodes(played)} episodes of {demonstrations.player} were"
-        f" successful{unknown}; imitating {'these' if demonstrations.successes_only else 'all'}"
+        f"{_count_episodes(right)} of {_count_episodes(played)} episodes of"
+        f" {demonstrations.player} were successful{unknown}; imitating"
+        f" {'these' if demonstrations.successes_only else 'all'}"
     )
     if known:
-        run.recorder.write(0, {"demonstrations/success": _episodes(right) / _episodes(known)})
+        run.recorder.write(
+            0, {"demonstrations/success": _count_episodes(right) / _count_episodes(known)}
+        )
     if not trajectories:
         raise ConfigError(
             f"no episode of {demonstrations.player} was successful{unknown}, so"
@@ -190,10 +195,10 @@ async def demonstrate(
     failed = [trajectory for trajectory in trajectories if not trajectory.trainable]
     if failed:
         text = (
-            f"{_episodes(failed)} of {len(tasks)} demonstrations failed, the first with"
+            f"{_count_episodes(failed)} of {len(tasks)} demonstrations failed, the first with"
             f" {failed[0].status}"
         )
-        if not whole or _episodes(failed) > config.rollout.max_failed_tasks:
+        if not whole or _count_episodes(failed) > config.rollout.max_failed_tasks:
             raise EnvError(f"{text} (rollout.max_failed_tasks={config.rollout.max_failed_tasks})")
         logger.warning("%s; they are left out", text)
     return whole
@@ -258,7 +263,8 @@ async def _play_demonstrations(
         context, requests = config.rollout.context, None
         if summaries is not None:
             requests = ScriptedPolicy(summaries, renderer, turnstile=scripted.turnstile)
-        elif not isinstance(context, LastK):  # the player would have to write the others' texts
+        elif not isinstance(context, LastK):
+            # Other contexts request texts, such as summaries, that the player does not write.
             context = FULL
         runner = EnvEpisodeRunner(
             scripted,
@@ -273,6 +279,6 @@ async def _play_demonstrations(
         return await play_all(runner, tasks, config, scripted.turnstile)
 
 
-def _episodes(trajectories: Iterable[Trajectory]) -> int:
-    """The number of episodes; with several agents an episode has a trajectory for each."""
+def _count_episodes(trajectories: Iterable[Trajectory]) -> int:
+    """The number of episodes; with several agents, an episode has a trajectory for each."""
     return len({trajectory.id for trajectory in trajectories})

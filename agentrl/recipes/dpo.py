@@ -86,7 +86,8 @@ async def dpo(run: Run, settings: DpoSettings) -> None:
     base = await starting_model(run, settings.demonstrations)
     renderer = await asyncio.to_thread(renderer_of, base, run.config.model)
     training, held_out = (
-        _within(run, part, renderer, config) for part in split(preferences, config.held_out, rng)
+        _sample_pairs(run, part, renderer, config)
+        for part in split(preferences, config.held_out, rng)
     )
     if not training:
         raise ConfigError(
@@ -117,7 +118,7 @@ async def _learn(
         open_cluster(run.config, run.folder / "logs") as placed,
         make_trainer(placed, base, steps=len(batches), temperature=temperature, lr=lr) as trainer,
     ):
-        # It is the first model still.
+        # Before the first update, the trainer still holds the reference model.
         references = [await trainer.predict(batch) for batch in batches]
         held_references = [await trainer.predict(batch) for batch in measured]
         for step, (pairs, reference_N) in enumerate(zip(batches, references, strict=True)):
@@ -162,27 +163,29 @@ async def update(trainer: Trainer, algorithm: OnlineDpo, pairs: TrainBatch) -> M
     metrics = await trainer.step(
         algorithm.prepared(batch), algorithm.loss, algorithm.normalizer(batch)
     )
-    return {**metrics, **_of_pairs(margins(batch, algorithm.config.beta))}
-
-
-def margins(batch: TrainBatch, beta: float) -> FloatArray:
-    """m of each pair: beta times how much likelier the chosen half became than the rejected one,
-    against the reference.
-
-    The samples of a pair have the same group number, and the sign of their advantages tells its
-    halves apart.
-    """
-    moved_N = (batch.rollout_logprobs_N - batch.reference_logprobs_N) * np.sign(batch.advantages_N)
-    groups_N = np.repeat(batch.groups_M, batch.loss_tokens_M)
-    return floats(beta * np.bincount(groups_N, weights=moved_N))
-
-
-def _of_pairs(margins_P: FloatArray) -> Mapping[str, float]:
+    margins_P = margins(batch, algorithm.config.beta)
     return {
+        **metrics,
         "preference_loss": float(np.mean(np.logaddexp(0, -margins_P.astype(np.float64)))),
         "accuracy": float(np.mean(margins_P > 0)),
         "margin": float(np.mean(margins_P)),
     }
+
+
+def margins(batch: TrainBatch, beta: float) -> FloatArray:
+    """m of each pair, shape P: beta times how much likelier the chosen half became than the
+    rejected one, against the reference.
+
+    The samples of a pair have the same group number, and the sign of their advantages tells its
+    halves apart.
+
+    Example: with beta 0.1, if the chosen half gained 3 nats and the rejected one lost 2, m is 0.5,
+    and the pair's loss is -log sigmoid(0.5).
+    """
+    # Chosen tokens count with +1 and rejected ones with -1, so one sum by pair is the difference.
+    moved_N = (batch.rollout_logprobs_N - batch.reference_logprobs_N) * np.sign(batch.advantages_N)
+    groups_N = np.repeat(batch.groups_M, batch.loss_tokens_M)
+    return floats(beta * np.bincount(groups_N, weights=moved_N))
 
 
 def _batch(pairs: Sequence[Pair]) -> TrainBatch:
@@ -190,31 +193,29 @@ def _batch(pairs: Sequence[Pair]) -> TrainBatch:
     return collate(replace(sample, group=number) for number, half in numbered for sample in half)
 
 
-def _tokens(half: Sequence[TrainingSample]) -> int:
-    return sum(len(sample.token_ids) for sample in half)
-
-
-def _within(
+def _sample_pairs(
     run: Run, pairs: Sequence[Preference], renderer: TemplateRenderer, config: PreferencesConfig
 ) -> list[Pair]:
-    """The samples of the pairs that are short enough: their exact tokens, if these mean the same to
-    the model.
+    """The samples of the pairs that are short enough: with the tokens that were played, if they
+    mean the same to this model, else with the texts rendered anew.
     """
     exact = same_tokens(
         [trajectory for pair in pairs for trajectory in pair.played or ()], renderer
     )
-    made: list[Pair] = []
+    short: list[Pair] = []
     for pair in pairs:
         played = pair.played if exact else None
         better, worse = played or (
             trajectory_from_messages(pair.chosen, renderer),
             trajectory_from_messages(pair.rejected, renderer),
         )
-        made.append((to_samples(better, 1.0), to_samples(worse, -1.0)))
-    short = [pair for pair in made if max(map(_tokens, pair)) <= config.max_tokens]
-    if len(short) < len(made):
+        halves = to_samples(better, 1.0), to_samples(worse, -1.0)
+        lengths = [sum(len(sample.token_ids) for sample in half) for half in halves]
+        if max(lengths) <= config.max_tokens:
+            short.append(halves)
+    if len(short) < len(pairs):
         run.display.say(
-            f"{len(made) - len(short)} of {len(made)} pairs are longer than {config.max_tokens}"
+            f"{len(pairs) - len(short)} of {len(pairs)} pairs are longer than {config.max_tokens}"
             " tokens: left out"
         )
     return short

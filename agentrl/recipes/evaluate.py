@@ -181,12 +181,12 @@ def _check_version(trajectories: Iterable[Trajectory]) -> None:
     Raises:
         StalenessError: it has tokens of several (a defect).
     """
-    stamped = [
-        turn.completion.policy_versions for trajectory in trajectories for turn in trajectory.turns
-    ]
-    versions = {
-        int(version) for versions in stamped if len(versions) for version in versions[[0, -1]]
-    }
+    versions = set[int]()
+    for trajectory in trajectories:
+        for turn in trajectory.turns:
+            stamps = turn.completion.policy_versions
+            # Versions only grow within an answer, so the first and the last token tell.
+            versions.update(map(int, (*stamps[:1], *stamps[-1:])))
     if len(versions) > 1:
         raise StalenessError(
             f"an evaluation has tokens of the weights of {sorted(versions)}: they belong to no step"
@@ -194,16 +194,16 @@ def _check_version(trajectories: Iterable[Trajectory]) -> None:
 
 
 async def evaluate_run(
-    run: Run, rollouts: RolloutAssembly, step: int, *, due: bool = False, beside: bool = False
+    run: Run, rollouts: RolloutAssembly, step: int, *, due: bool = False, overlaps: bool = False
 ) -> None:
     """Evaluate the weights after `step` steps and record the results, unless that was done before.
 
-    `due`: only what `every` asks for at this step. `beside`: training goes on meanwhile.
+    `due`: only what `every` asks for at this step. `overlaps`: training continues meanwhile.
     """
     left = evaluations_left(run, step, due=due)
     run.evaluations.begin(step, left)
     for name in left:
-        if not beside:
+        if not overlaps:  # else the phase is one of training
             run.status.begin_phase(step, "evaluation")
         evaluation = await evaluate(rollouts, name)
         await _record(run, step, evaluation)
@@ -241,7 +241,7 @@ def check_best(run: Run, step: int, evaluation: Evaluation) -> None:
 
 
 def _all_above_zero(scored: Iterable[tuple[Trajectory, Score]]) -> bool:
-    """True if all episodes succeeded for no other reason than a score above zero, and the scores
+    """True if each episode counts as a success only because its score is above zero, and the scores
     differ.
     """
     scored = list(scored)
@@ -285,19 +285,16 @@ def report_of(
 ) -> EvaluationReport:
     """The report of an evaluation of the weights after `step` steps, played by `config`."""
     name, sampled = evaluation.name, evaluation.name != HELD_OUT
-    episodes = tuple(
-        EpisodeResult.of(
-            trajectory, score, sampled, None if config is None else _played_task(trajectory, config)
-        )
-        for trajectory, score in evaluation.scored
-    )
+    episodes = []
+    for trajectory, score in evaluation.scored:
+        played = None
+        if config is not None:
+            env = config.envs[trajectory.task.env]
+            where = address(env.name, env.all_wrappers)
+            played = PlayedTask.of(trajectory, where, program=env.is_agent)
+        episodes.append(EpisodeResult.of(trajectory, score, sampled, played))
     conditions = Conditions() if config is None else _conditions(name, config)
-    return EvaluationReport(name, step, evaluation.metrics(), episodes, conditions)
-
-
-def _played_task(trajectory: Trajectory, config: RunConfig) -> PlayedTask:
-    env = config.envs[trajectory.task.env]
-    return PlayedTask.of(trajectory, address(env.name, env.all_wrappers), program=env.is_agent)
+    return EvaluationReport(name, step, evaluation.metrics(), tuple(episodes), conditions)
 
 
 def _conditions(name: str, config: RunConfig) -> Conditions:

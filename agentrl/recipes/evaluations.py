@@ -55,9 +55,9 @@ async def evaluations(run: Run, parts: TrainingAssembly, start: int) -> AsyncIte
             yield _Overlapping(run, parts, flow)
         return
     async with Flow("evaluations") as flow:
-        beside = _Beside(run, parts, parts.evaluation_engine, flow)
-        beside.evaluate_leftovers(start)
-        yield beside
+        separate = _Separate(run, parts, parts.evaluation_engine, flow)
+        separate.evaluate_leftovers(start)
+        yield separate
 
 
 class _InTurn(Evaluations):
@@ -95,15 +95,16 @@ class _Overlapping(Evaluations):
             await asyncio.wait({self._playing})
 
     async def _play(self, step: int, *, due: bool) -> None:
-        await evaluate_run(self._run, self._parts, step, due=due, beside=True)
+        await evaluate_run(self._run, self._parts, step, due=due, overlaps=True)
         self._run.checkpoints.awaited.discard(step)
 
 
-class _Beside(Evaluations):
-    """Evaluates snapshots of the weights one after another, while training goes on.
+class _Separate(Evaluations):
+    """Evaluates snapshots of the weights one after another on separate engines, while training
+    continues.
 
-    A checkpoint whose result is awaited is kept. What a killed run has left is evaluated when it is
-    resumed.
+    A checkpoint whose result is pending is kept. Snapshots that a killed run has left are evaluated
+    when it is resumed.
     """
 
     def __init__(self, run: Run, parts: TrainingAssembly, engine: Router, flow: Flow) -> None:
@@ -125,10 +126,10 @@ class _Beside(Evaluations):
         steps will be trained again.
         """
         self._snapshots.go_back_to(start)
-        there = {0, *self._snapshots.versions()}  # the engine begins with version 0
-        for step in sorted(
-            there & {*self._run.evaluations.pending_steps(), *self._snapshots.versions()}
-        ):
+        steps = {*self._snapshots.versions()}
+        if 0 in self._run.evaluations.pending_steps():
+            steps.add(0)  # which needs no snapshot: the engine begins with version 0
+        for step in sorted(steps):
             if step < start:
                 self._begin(step, due=True)
 
@@ -156,7 +157,7 @@ class _Beside(Evaluations):
             await asyncio.wait({before})
         if step > self._engine.policy_version:
             await self._engine.update_weights(self._snapshots.open(step), step)
-        await evaluate_run(self._run, self._rollouts, step, due=due, beside=True)
+        await evaluate_run(self._run, self._rollouts, step, due=due, overlaps=True)
         self._run.checkpoints.awaited.discard(step)
         if step > 0:
             await run_to_completion(asyncio.to_thread(self._snapshots.remove, step))

@@ -57,11 +57,13 @@ def read_foreign_recordings(
             try:
                 if isinstance(row, BadRowError):
                     raise row
-                one = _recorded(row, f"{file.name}, {where}", renderer)
+                conversation = _convert(row, f"{file.name}, {where}", renderer)
             except (ValueError, ConfigError) as error:
                 raise ConfigError(f"recipe.recordings.path: {file}, {where}: {error}") from error
-            found += () if one is None else (one,)
-            failed += one is None
+            if conversation is None:
+                failed += 1
+            else:
+                found.append(conversation)
     if failed:
         logger.warning("%d rollouts that failed are left out", failed)
     thought = sum(
@@ -99,20 +101,21 @@ def _rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
     yield from rows_of(file)
 
 
-def _recorded(
+def _convert(
     row: Mapping[str, Any], name: str, renderer: TemplateRenderer
 ) -> tuple[Trajectory, float] | None:
+    """(conversation, score) of a row of either library; None for one that failed there."""
     if "turns" in row:
-        return _of_trace(row, name)
+        return _convert_trace(row, name)
     if {"prompt", "completion"} <= row.keys():
-        return _of_rollout(row, name, renderer)
+        return _convert_rollout(row, name, renderer)
     raise ValueError(
         "it has neither prompt and completion, as rollouts of verifiers, nor turns, as OpenEnv's"
         f" training traces, but {format_names(row)}"
     )
 
 
-def _of_rollout(
+def _convert_rollout(
     row: Mapping[str, Any], name: str, renderer: TemplateRenderer
 ) -> tuple[Trajectory, float] | None:
     """A rollout of verifiers; None for one that failed there."""
@@ -121,31 +124,32 @@ def _of_rollout(
     reward = row.get("reward")
     if isinstance(reward, bool) or not isinstance(reward, int | float | None):
         raise ValueError(f"reward is {reward!r:.80}: write a number, or null for none")
-    asked = [replace(message, given=True) for message in _said(row, "prompt", "user")]
-    messages = [*asked, *_said(row, "completion", "assistant")]
+    asked = [replace(message, given=True) for message in _parse_messages(row, "prompt", "user")]
+    messages = [*asked, *_parse_messages(row, "completion", "assistant")]
     cut = bool(row.get("is_truncated"))
-    played = trajectory_from_messages(messages, renderer, _tools(row.get("tool_defs")), cut=cut)
+    tools = _parse_tools(row.get("tool_defs"))
+    played = trajectory_from_messages(messages, renderer, tools, cut=cut)
     task = Task(_VERIFIERS, 0, {}, str(row.get("example_id", "")))
     status = Truncated("env") if cut else Terminated()
     known = replace(played, id=name, task=task, status=status)
     return known, nan if reward is None else float(reward)
 
 
-def _said(
+def _parse_messages(
     row: Mapping[str, Any], column: str, role: Literal["user", "assistant"]
 ) -> Sequence[Message]:
-    said = row[column]
-    if isinstance(said, str):
-        return [Message(role, said)]
-    if not is_chat(said):
-        raise ValueError(f"{column} is {said!r:.80}: write a text, or the messages of a chat")
+    content = row[column]
+    if isinstance(content, str):
+        return [Message(role, content)]
+    if not is_chat(content):
+        raise ValueError(f"{column} is {content!r:.80}: write a text, or the messages of a chat")
     try:
-        return read_chat(said)
+        return read_chat(content)
     except ValueError as error:
         raise ValueError(f"{column}: {error}") from error
 
 
-def _tools(defined: Any) -> list[dict[str, Any]]:
+def _parse_tools(defined: Any) -> list[dict[str, Any]]:
     """The definitions of tools in the form of chat templates."""
     if isinstance(defined, str):
         defined = json.loads(defined)
@@ -212,9 +216,9 @@ class _Trace(BaseModel):
     turns: list[_TraceTurn]
 
 
-def _of_trace(row: Mapping[str, Any], name: str) -> tuple[Trajectory, float]:
-    """A trace. What its masks leave out is read and not learned. Its score is the last `reward` in
-    the metadata of its turns, where an environment has put one.
+def _convert_trace(row: Mapping[str, Any], name: str) -> tuple[Trajectory, float]:
+    """A trace. Masked tokens are context and not learned. Its score is the last `reward` in the
+    metadata of its turns, where an environment has put one.
     """
     try:
         trace = _Trace.model_validate(row)
@@ -241,13 +245,17 @@ def _of_trace(row: Mapping[str, Any], name: str) -> tuple[Trajectory, float]:
 
 
 def _turns(calls: Sequence[_TraceTurn]) -> Iterator[Turn]:
-    """The runs of trained tokens, each after the tokens that are only read before it."""
+    """A turn for each run of trained tokens, with the masked tokens before it as its prompt.
+
+    Example: a call with the prompt p p and the answer a a b a, where the mask leaves b out, gives
+    two turns: the prompt p p with the answer a a, and then the prompt b with the answer a.
+    """
     seen, context, forked, any_yet = list[int](), list[int](), False, False
     for call in calls:
         prompt = call.prompt_token_ids
         if seen and prompt[: len(seen)] == seen:
             context += prompt[len(seen) :]
-        else:
+        else:  # it does not extend the call before, so the whole prompt is new
             context, forked = [*prompt], any_yet
         seen = [*prompt, *call.completion_token_ids]
         masks = call.loss_mask[len(prompt) :]
@@ -275,16 +283,11 @@ def _messages(calls: Sequence[_TraceTurn]) -> Iterator[Message]:
         new = read_chat(asked)[shown:] if is_chat(asked) else ()
         yield from (replace(message, given=message.role == "assistant") for message in new)
         reply = call.choice.get("message")
-        said = read_chat([_whole(reply)]) if isinstance(reply, Mapping) else ()
+        said: Sequence[Message] = ()
+        if isinstance(reply, Mapping):
+            # A message needs a content, also where the model only called tools.
+            present = {key: value for key, value in reply.items() if value is not None}
+            said = read_chat([{"role": "assistant", "content": "", **present}])
         learned = any(call.loss_mask)
         yield from (replace(message, given=not learned) for message in said)
         shown += len(new) + len(said)
-
-
-def _whole(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """A reply as a message, which has a content even if the model said nothing."""
-    return {
-        "role": "assistant",
-        "content": "",
-        **{key: value for key, value in reply.items() if value is not None},
-    }

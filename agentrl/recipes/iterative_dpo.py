@@ -264,6 +264,8 @@ async def _learn(
             sample for trajectory in ranking.trajectories for sample in to_samples(trajectory, 0.0)
         )
     )
+    # Once, before the first update: the reference must not move while the policy learns. Without a
+    # separate model, it is the policy as it is now.
     own_N = await trainer.predict(played)
     gap_N = np.abs(own_N - played.rollout_logprobs_N)
     model = parts.advisors.reference
@@ -278,12 +280,12 @@ async def _learn(
         )
     ]
     gaps = {"logprob_gap_mean": float(gap_N.mean()), "logprob_gap_max": float(gap_N.max())}
-    return {**_over_updates(updates), **gaps, **counts, "updates": float(len(updates))}
+    return {**_mean_over_updates(updates), **gaps, **counts, "updates": float(len(updates))}
 
 
-def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric's mean over the updates; sums of tokens and seconds, and the largest norm of a
-    gradient.
+def _mean_over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the updates, but the sum of tokens and seconds, and the largest
+    norm of a gradient.
     """
     by_name = {name: [metrics[name] for metrics in updates] for name in updates[0]}
     totals = {

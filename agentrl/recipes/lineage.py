@@ -1,5 +1,4 @@
-"""Lineage: what a model was trained from, on which pairs and by which reward, back to the first
-model.
+"""Lineage: the model, pairs and reward that a model was trained from, back to the first model.
 
 iterations/iteration_000002/        a Hugging Face folder, and beside the model:
   pairs.jsonl                       its training pairs (`recipe.preferences.path` reads them)
@@ -97,7 +96,7 @@ def verified_lineage(folder: Path) -> list[Generation]:
                 " from a copy"
             )
         for role, model in _models(lineage):
-            _check(folder, role, model, checksum)
+            _check_model(folder, role, model, checksum)
         folder = (folder / lineage.parent.folder).resolve()
         if any(folder == generation.folder for generation in found):
             raise CheckpointError(
@@ -170,7 +169,9 @@ def _models(lineage: Lineage) -> Iterator[tuple[str, ModelRecord]]:
             yield f"{setting} of the reward {part.name}", model
 
 
-def _check(folder: Path, role: str, model: ModelRecord, checksum: Callable[[Path], str]) -> None:
+def _check_model(
+    folder: Path, role: str, model: ModelRecord, checksum: Callable[[Path], str]
+) -> None:
     named = (folder / model.folder).resolve()
     if not named.is_dir():
         raise CheckpointError(

@@ -78,10 +78,10 @@ def read_preferences(config: PreferencesConfig, rng: Random) -> list[Preference]
     """
     path = config.path
     if (path / "trajectories").is_dir():
-        pairs = list(_of_run(path / "trajectories", config.pairs_per_task, rng))
+        pairs = list(_read_run(path / "trajectories", config.pairs_per_task, rng))
         nothing = "no two of its episodes of one task have different scores"
     else:
-        pairs = list(_of_files(config))
+        pairs = list(_read_files(config))
         nothing = "it is empty"
     if not pairs:
         raise ConfigError(f"recipe.preferences.path: {path} has no pairs: {nothing}")
@@ -125,7 +125,7 @@ def write_preferences(path: Path, pairs: Iterable[tuple[Preference, Mapping[str,
             file.write(json.dumps(row) + "\n")
 
 
-def _of_files(config: PreferencesConfig) -> Iterator[Preference]:
+def _read_files(config: PreferencesConfig) -> Iterator[Preference]:
     try:
         found = [
             source for source in sources(str(config.path), "train") if isinstance(source, Path)
@@ -145,14 +145,14 @@ def _of_files(config: PreferencesConfig) -> Iterator[Preference]:
         try:
             if isinstance(row, BadRowError):
                 raise row
-            yield _pair(number, row, config.columns)
+            yield _parse_pair(number, row, config.columns)
         except ValueError as error:
             raise ConfigError(
                 f"recipe.preferences.path: {path}, {where}, row {number}: {error}"
             ) from error
 
 
-def _pair(number: int, row: Mapping[str, Any], columns: Mapping[str, str]) -> Preference:
+def _parse_pair(number: int, row: Mapping[str, Any], columns: Mapping[str, str]) -> Preference:
     if missing := [
         name for name in ("chosen", "rejected") if name not in row and name not in columns
     ]:
@@ -165,8 +165,13 @@ def _pair(number: int, row: Mapping[str, Any], columns: Mapping[str, str]) -> Pr
         for name in _COLUMNS
         if name in row or name in columns
     }
-    asked = _messages("prompt", given["prompt"], "user") if given.get("prompt") else ()
-    chosen, rejected = (_conversation(name, given[name], asked) for name in ("chosen", "rejected"))
+    asked = _parse_messages("prompt", given["prompt"], "user") if given.get("prompt") else ()
+    halves = []
+    for name in ("chosen", "rejected"):
+        half = _parse_messages(name, given[name], "assistant")
+        # A half is either an answer to the prompt, or a whole conversation with the prompt in it.
+        halves.append(asked + half if half[0].role == "assistant" else half)
+    chosen, rejected = halves
     task = given.get("task")
     return Preference(f"{number}" if task is None else str(task), chosen, rejected)
 
@@ -175,15 +180,9 @@ _COLUMNS = ("task", "prompt", "chosen", "rejected")
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 
 
-def _conversation(name: str, content: Any, asked: tuple[Message, ...]) -> tuple[Message, ...]:
-    """A whole conversation: what was asked, and what is chosen or rejected, which may have what was
-    asked in it.
-    """
-    said = _messages(name, content, "assistant")
-    return asked + said if said[0].role == "assistant" else said
-
-
-def _messages(name: str, content: Any, role: Literal["user", "assistant"]) -> tuple[Message, ...]:
+def _parse_messages(
+    name: str, content: Any, role: Literal["user", "assistant"]
+) -> tuple[Message, ...]:
     try:
         if not isinstance(content, str):
             if not is_chat(content):
@@ -200,7 +199,7 @@ def _messages(name: str, content: Any, role: Literal["user", "assistant"]) -> tu
         raise ValueError(f"{name}: {error}") from error
 
 
-def _of_run(folder: Path, pairs_per_task: int, rng: Random) -> Iterator[Preference]:
+def _read_run(folder: Path, pairs_per_task: int, rng: Random) -> Iterator[Preference]:
     played: dict[str, list[Recorded]] = defaultdict(list)
     for one in read_recordings(folder):
         if not isnan(one.score):

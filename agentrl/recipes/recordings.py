@@ -4,7 +4,7 @@ another library.
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from math import isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,9 +68,14 @@ async def recorded(config: RecordingsConfig, renderer: TemplateRenderer) -> list
     """
     path, least = config.path, config.least_score
     kinds = [path / kind for kind in ("trajectories", "unrewarded") if (path / kind).is_dir()]
-    found = await asyncio.to_thread(
-        lambda: [one for one in _read(path, kinds, renderer) if one.trajectory.turns]
+    conversations = await asyncio.to_thread(
+        lambda: (
+            [conversation for kind in kinds for conversation in read_recordings(kind)]
+            if kinds
+            else _read_foreign(path, renderer)
+        )
     )
+    found = [one for one in conversations if one.trajectory.turns]
     if not found:
         raise ConfigError(f"recipe.recordings.path: {path} has no conversations yet")
     chosen = [one.trajectory for one in found if least is None or one.score >= least]
@@ -90,14 +95,8 @@ async def recorded(config: RecordingsConfig, renderer: TemplateRenderer) -> list
     return chosen
 
 
-def _read(path: Path, kinds: Sequence[Path], renderer: TemplateRenderer) -> list[Recorded]:
-    """All that is recorded in these folders of a run; without any, rollouts of others."""
-    if not kinds:
-        return _of_others(path, renderer)
-    return [one for kind in kinds for one in read_recordings(kind)]
-
-
-def _of_others(path: Path, renderer: TemplateRenderer) -> list[Recorded]:
+def _read_foreign(path: Path, renderer: TemplateRenderer) -> list[Recorded]:
+    """The recordings of another library."""
     try:
         if not path.exists():
             raise ConfigError("there is no such file or folder")
@@ -123,25 +122,20 @@ def read_recordings(folder: Path) -> Iterator[Recorded]:
 
 
 def same_tokens(trajectories: Iterable[Trajectory], renderer: TemplateRenderer) -> bool:
-    """True if tokens mean to `renderer` what was said: whether most answers with a text are decoded
-    to that text.
+    """True if the tokens mean the same to `renderer` as to the model that sampled them: the tokens
+    of most trajectories decode to the recorded text. Trajectories without text do not count.
     """
-    alike = [
-        _is_said(trajectory, renderer) for trajectory in trajectories if any(_texts(trajectory))
-    ]
-    return sum(alike) * 2 >= len(alike)
-
-
-def _is_said(trajectory: Trajectory, renderer: TemplateRenderer) -> bool:
-    decoded = "".join(renderer.decode(turn.completion.token_ids) for turn in trajectory.turns)
-    return all(text in decoded for text in _texts(trajectory))
-
-
-def _texts(trajectory: Trajectory) -> list[str]:
-    """The content of the answers: their texts, and the names of the tools that they call."""
-    answers = [message for message in trajectory.messages if message.is_answer]
-    said = [answer.said.strip() for answer in answers]
-    return [*filter(None, said), *(call.name for answer in answers for call in answer.tool_calls)]
+    with_text, decoded_alike = 0, 0
+    for trajectory in trajectories:
+        answers = [message for message in trajectory.messages if message.is_answer]
+        texts = [said for answer in answers if (said := answer.said.strip())]
+        texts += [call.name for answer in answers for call in answer.tool_calls]
+        if texts:
+            decoded = "".join(renderer.decode(t.completion.token_ids) for t in trajectory.turns)
+            with_text += 1
+            decoded_alike += all(text in decoded for text in texts)
+    # Most and not all: templates may write a text in another way than it was parsed.
+    return decoded_alike * 2 >= with_text
 
 
 def played_in(row: dict[str, Any], images: RunImages) -> Trajectory:

@@ -1,7 +1,7 @@
-"""Scores the saved episodes of a run again, with another reward, and tells what changes.
+"""Scores the saved episodes of a run again, with another reward, and reports what changes.
 
-No model and no environment is asked. What the new reward cannot score has no score: it is counted
-apart, and never as a number.
+Neither a model nor an environment is needed. Episodes that the new reward cannot score have no
+score: they are counted separately, and never as a number.
 """
 
 import json
@@ -35,7 +35,7 @@ from agentrl.trajectory import (
     succeeded,
 )
 
-_AT_ONCE = 64
+_CONCURRENT_GROUPS = 64
 """Groups that are scored at the same time."""
 
 
@@ -83,10 +83,10 @@ async def rescore(config: RunConfig, folder: Path, step: int | None = None) -> l
     )
     async with pipeline as reward:
         groups = _groups(folder, step)
-        while batch := [group for group, _ in zip(groups, range(_AT_ONCE), strict=False)]:
+        while batch := [group for group, _ in zip(groups, range(_CONCURRENT_GROUPS), strict=False)]:
             async with Flow("rescoring") as flow:
                 tasks = [
-                    flow.start(_scored(reward, group), name=group[0].trajectory.id)
+                    flow.start(_score_group(reward, group), name=group[0].trajectory.id)
                     for group in batch
                 ]
             found += [one for task in tasks for one in task.result()]
@@ -96,7 +96,7 @@ async def rescore(config: RunConfig, folder: Path, step: int | None = None) -> l
     return found
 
 
-async def _scored(reward: RewardPipeline, group: Sequence[Rescored]) -> list[Rescored]:
+async def _score_group(reward: RewardPipeline, group: Sequence[Rescored]) -> list[Rescored]:
     trajectories = [one.trajectory for one in group]
     alone = [await reward.score(trajectory) for trajectory in trajectories]
     # Members are compared as in the run: those that could be scored.
@@ -120,10 +120,11 @@ def _groups(folder: Path, step: int | None) -> Iterator[list[Rescored]]:
             continue
         whole = [row for _, row in rows if row["detail"] != SEGMENT.limit]
         for _, members in groupby(whole, key=lambda row: (row["task"], row["agent"])):
-            yield [_unscored(number, row, images) for row in members]
+            yield [_read_row(number, row, images) for row in members]
 
 
-def _unscored(step: int, row: dict[str, Any], images: RunImages) -> Rescored:
+def _read_row(step: int, row: dict[str, Any], images: RunImages) -> Rescored:
+    """A saved episode that is not scored again yet."""
     ended = Truncated(row["detail"]) if row["status"] == Truncated.name else Terminated()
     before = math.nan if row["score"] is None else row["score"]
     trajectory = replace(played_in(row, images), status=ended)
@@ -167,7 +168,8 @@ def changes(rescored: Sequence[Rescored]) -> Changes:
         for members in groups.values()
         for a, b in combinations(members, 2)
     ]
-    told = [order for order in orders if order]
+    # 0 where one of the rewards does not tell the two apart.
+    decided = [order for order in orders if order]
     return Changes(
         len(rescored),
         sum(math.isnan(one.after) for one in rescored),
@@ -180,7 +182,7 @@ def changes(rescored: Sequence[Rescored]) -> Changes:
         ),
         len(groups),
         (mixed[0], mixed[1]),
-        _mean([float(order < 0) for order in told]),
+        _mean([float(order < 0) for order in decided]),
     )
 
 

@@ -64,7 +64,7 @@ async def reward_model(run: Run, settings: RewardModelSettings) -> None:
     pairs = read_preferences(config, rng)
     base = await base_model(run)
     training, held_out = [
-        await asyncio.to_thread(_tokens, run, base, part, config)
+        await asyncio.to_thread(_tokenize_pairs, run, base, part, config)
         for part in split(pairs, config.held_out, rng)
     ]
     if not training:
@@ -108,7 +108,7 @@ async def _train(
     await asyncio.to_thread(core.save, into)
 
 
-def _tokens(
+def _tokenize_pairs(
     run: Run, base: Path, pairs: Sequence[Preference], config: PreferencesConfig
 ) -> list["Pair"]:
     """The tokens of each pair, by the model's chat template, as `RewardModel` will read them."""

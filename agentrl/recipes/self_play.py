@@ -36,7 +36,7 @@ async def self_play(run: Run, settings: SelfPlaySettings) -> None:
         opponents.
     """
     check_stage(run.config, "training")
-    matches = Matches(settings, await _agents(run.config))
+    matches = Matches(settings, await _policy_agents(run.config))
     check_matches(matches, run.config)
     await train(
         run,
@@ -46,7 +46,7 @@ async def self_play(run: Run, settings: SelfPlaySettings) -> None:
     )
 
 
-async def _agents(config: RunConfig) -> Sequence[str]:
+async def _policy_agents(config: RunConfig) -> Sequence[str]:
     """The agents of the environment that `env.agents` leaves to the policy."""
     routed = {
         agent: route

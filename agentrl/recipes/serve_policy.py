@@ -51,11 +51,11 @@ class Recordings:
             if len(rows) >= least:
                 del self.waiting[kind]
                 await run_to_completion(
-                    asyncio.to_thread(write_trajectories, self._file(kind), rows)
+                    asyncio.to_thread(write_trajectories, self._new_file(kind), rows)
                 )
 
-    def _file(self, kind: str) -> Path:
-        """A file that there is not yet: an earlier launch may have written into the same folder."""
+    def _new_file(self, kind: str) -> Path:
+        """The path of a new file: an earlier launch may have written into the same folder."""
         while True:
             file = self.folder / kind / f"step_{self._files:06d}.parquet"
             self._files += 1
@@ -103,7 +103,9 @@ async def serve_policy(
 
 
 def _begin(folder: Path, config: RunConfig, model: Path) -> None:
-    """Say in the folder of the recordings which model has spoken, as the folder of a run does."""
+    """Make the folder of recordings, with the config and the model that is served, as the folder of
+    a run has them.
+    """
     if (folder / "ledger.sqlite").exists():
         raise ConfigError(
             f"--record: {folder} is the folder of a run: name another one, new or of earlier"
@@ -115,8 +117,8 @@ def _begin(folder: Path, config: RunConfig, model: Path) -> None:
 
 
 async def write_regularly(recordings: Recordings) -> None:
-    """Write what waits: many conversations at once, or few after a while, so that a kill costs only
-    these.
+    """Write conversations as soon as there are many, or after half a minute, so that a kill loses
+    few.
     """
     while True:
         for _ in range(_SECONDS_OF_A_FILE):

@@ -39,10 +39,11 @@ def trajectory_from_messages(
             )
         prompt = conversation.prompt(news)
         news = []
-        text = _text_of(message, renderer, prompt.new_ids, tools)
+        text = _answer_text(message, renderer, prompt.new_ids, tools)
         ids = renderer.quoted_answer_ids(text)
         reason: FinishReason = "stop"
         if cut and place == last:
+            # Without the tokens that end an answer, which are all of an empty one.
             ids, reason = ids[: len(ids) - len(renderer.answer_ids(""))], "length"
         certain = np.zeros(len(ids))
         completion = Completion(ids, floats(certain), ints(certain), reason)
@@ -56,7 +57,7 @@ def trajectory_from_messages(
     return Trajectory("pair", Task("pair", 0), tuple(turns), Terminated(), tuple(messages))
 
 
-def _text_of(
+def _answer_text(
     message: Message,
     renderer: TemplateRenderer,
     prompt_ids: IntArray,

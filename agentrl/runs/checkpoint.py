@@ -10,7 +10,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 import xxhash
@@ -30,7 +29,7 @@ from agentrl.runs.state import STATE_FILE
 CHECKSUMS = "checksums.json"
 """The file of a checkpoint that has the XXH3-128 of every other file."""
 _STATE = {".pt"}
-"""Suffixes of the trainer's own files, which lie beside the model. Folders in a checkpoint are the
+"""Suffixes of the trainer's own files, which lie next to the model. Folders in a checkpoint are the
 trainer's too.
 """
 
@@ -50,9 +49,9 @@ class Checkpoints:
     keep: int = 1
     """Number of the newest checkpoints to keep."""
     keep_best: int = 0
-    """Number of the checkpoints with the largest values to keep besides."""
+    """Number of the checkpoints with the largest values to keep in addition."""
     awaited: set[int] = field(default_factory=set)
-    """Steps whose value is still to come: their checkpoints are kept too."""
+    """Steps whose value is pending: their checkpoints are kept too."""
 
     def latest(self) -> tuple[int, Path] | None:
         """(steps done, folder) of the newest checkpoint, or `None`."""
@@ -204,6 +203,8 @@ class BegunCheckpoint:
     async def finish(self) -> Path:
         """Wait until it is written, give it its name, and remove the checkpoints not to keep."""
         await self.state.saved()
+        # The checksums before the name, and removal last: at each moment, a kill leaves at least
+        # one complete checkpoint.
         await asyncio.to_thread(_write_checksums, unfinished(self.final))
         await asyncio.to_thread(finish_folder, self.final)
         await asyncio.to_thread(self.checkpoints.thin_out, self.values)
@@ -211,8 +212,8 @@ class BegunCheckpoint:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """The first file of a checkpoint that is missing or differs from what was written, in words;
-    None if none does.
+    """What is wrong with the first file of a checkpoint that is missing or has changed; None if the
+    checkpoint is sound.
     """
     try:
         written = json.loads((checkpoint / CHECKSUMS).read_text())
@@ -227,8 +228,10 @@ def damage(checkpoint: Path) -> str | None:
         for path in checkpoint.iterdir()
         if path.suffix in _LOADED or path.name == STATE_FILE
     )
-    unnamed = (f"{CHECKSUMS} does not name {name}" for name in loaded if name not in written)
-    return next(chain(unnamed, _differences(checkpoint, written)), None)
+    for name in loaded:
+        if name not in written:
+            return f"{CHECKSUMS} does not name {name}"
+    return next(_differences(checkpoint, written), None)
 
 
 def _differences(checkpoint: Path, written: Mapping[str, str]) -> Iterator[str]:
@@ -243,7 +246,7 @@ def _differences(checkpoint: Path, written: Mapping[str, str]) -> Iterator[str]:
 def _write_checksums(checkpoint: Path) -> None:
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     checksums = {path.relative_to(checkpoint).as_posix(): _checksum(path) for path in files}
-    # Without a newline at its end, no cut leaves JSON that can be read.
+    # Without a newline at the end, a truncated file is never valid JSON.
     (checkpoint / CHECKSUMS).write_text(json.dumps(checksums, indent=2))
 
 
@@ -256,12 +259,14 @@ def _checksum(path: Path) -> str:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint to a name that no run resumes from, and that is free."""
-    names = (
-        path.with_name(f"{why}-{path.name}{number}")
-        for number in ("", *(f"-{n}" for n in range(2, 1000)))
-    )
-    return path.rename(next(name for name in names if not name.exists()))
+    """Rename a checkpoint to a free name that no run resumes from: `damaged-step_000010`, then
+    `damaged-step_000010-2` and so on.
+    """
+    free, number = path.with_name(f"{why}-{path.name}"), 1
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{why}-{path.name}-{number}")
+    return path.rename(free)
 
 
 def export(

@@ -112,7 +112,7 @@ class EngineRequests:
         with the reason.
         """
         taken = []
-        # Others are not written to the end.
+        # Names with a leading dot are files that are still being written.
         for path in sorted(self._folder.glob(f"[!.]*{_REQUEST}")):
             try:
                 path.rename(path.with_suffix(_TAKEN))

@@ -27,13 +27,14 @@ def state_in_metrics(rows: Iterable[Row], step: int) -> dict[str, Any]:
     """
     rows = [row for row in rows if row["step"] < step]
     return {
-        "batch_processing": _batch_processing(rows),
-        "opponents": _opponents(rows),
-        "tasks": _mixture(rows),
+        "batch_processing": _batch_processing_state(rows),
+        "opponents": _opponents_state(rows),
+        "tasks": _mixture_state(rows),
     }
 
 
-def _batch_processing(rows: Iterable[Row]) -> dict[str, Any]:
+def _batch_processing_state(rows: Iterable[Row]) -> dict[str, Any]:
+    # Of values that are replaced in each step, the last row has the newest.
     multipliers: dict[str, float] = {}
     learners: dict[str, dict[str, dict[str, float]]] = {}
     for row in rows:
@@ -46,7 +47,7 @@ def _batch_processing(rows: Iterable[Row]) -> dict[str, Any]:
     return {"multipliers": multipliers, "learners": learners}
 
 
-def _opponents(rows: Iterable[Row]) -> Mapping[str, Any]:
+def _opponents_state(rows: Iterable[Row]) -> Mapping[str, Any]:
     results = Results()
     for row in rows:
         tallies: dict[int, tuple[float, float]] = {}
@@ -60,7 +61,8 @@ def _opponents(rows: Iterable[Row]) -> Mapping[str, Any]:
     return results.state()
 
 
-def _mixture(rows: Iterable[Row]) -> dict[str, Any]:
+def _mixture_state(rows: Iterable[Row]) -> dict[str, Any]:
+    # The metric has the tokens of one step, and the state their sum.
     tokens: dict[str, float] = defaultdict(float)
     for row in rows:
         for name, value in row.items():

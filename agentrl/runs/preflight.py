@@ -145,7 +145,7 @@ def choose_checkpoint(
         )
     if step is not None:
         checkpoints.go_back_to(step)
-    newest = checkpoints.latest()
+    newest = checkpoints.latest()  # may be another one now
     if newest is not None:
         check_goes_on(newest[1], config, new_model=new_model)
         check_ledger(config.run_dir / "ledger.sqlite", newest[0])
@@ -158,7 +158,7 @@ def check_data(folder: Path, data: Mapping[str, str], *, resumed: bool, change: 
         ConfigError: the data are not those that the run began with.
     """
     path = folder / "data.json"
-    before = _read_fingerprints(path) if resumed and path.exists() else {}
+    before = _read_digests(path) if resumed and path.exists() else {}
     changed = [split for split in data if before.get(split, data[split]) != data[split]]
     if changed and not change:
         raise ConfigError(
@@ -170,8 +170,8 @@ def check_data(folder: Path, data: Mapping[str, str], *, resumed: bool, change: 
         write_whole(path, json.dumps({**before, **data}, indent=2) + "\n")
 
 
-def _read_fingerprints(path: Path) -> dict[str, str]:
-    """The digest of each split's data, by split, of an earlier launch."""
+def _read_digests(path: Path) -> dict[str, str]:
+    """The digests of the data of an earlier launch, by split."""
     try:
         digests = json.loads(path.read_text())
     except ValueError:
@@ -256,14 +256,15 @@ def check_goes_on(checkpoint: Path, config: RunConfig, *, new_model: bool) -> No
 
 
 def _same_shape(checkpoint: Path, config: RunConfig) -> bool:
-    """True if the configured model, which is another than that of a checkpoint, has weights of the
-    same shapes.
+    """True if the configured model has weights of the same shapes as the different model of a
+    checkpoint.
     """
     if config.model.name in SIZES:
         return False
     folders = checkpoint, description_folder(config.model.name, config.model.revision)
     old, new = (json.loads((folder / "config.json").read_text()) for folder in folders)
-    old, new = ({**one, **one.get("text_config", {})} for one in (old, new))
+    # Models that also read images have the entries of their language model one level below.
+    old, new = ({**entries, **entries.get("text_config", {})} for entries in (old, new))
     return all(old.get(key) == new.get(key) for key in _SHAPE)
 
 

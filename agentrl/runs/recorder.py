@@ -126,7 +126,8 @@ class Recorder:
                 self.scribe.call(write_trajectories, path, report.untrained, self._epoch)
             )
         else:
-            remove_left(path)  # of a step that a resumed run makes again
+            remove_left(path)  # from an earlier launch that also made this step
+        # In turn and shielded from cancellation: a stopped run keeps whole files only.
         path = self._folder / "trajectories" / f"step_{step:06d}.parquet"
         await run_to_completion(
             self.scribe.call(write_trajectories, path, episodes_of_step(groups), self._epoch)
@@ -136,25 +137,19 @@ class Recorder:
         episodes, health = await self.scribe.call(
             metrics_of_step, groups, step, oldest_version, envs
         )
-        metrics = self._step_metrics(report, episodes, health)
-        self.write(step, metrics)
-        if (step + 1) % self._config.checkpoint.every == 0:
-            first = [(group.trajectories[0], group.scores[0]) for group in groups]
-            self.track_samples("train", step, first)
-        self._display.step(step, metrics, groups)
-
-    def _step_metrics(
-        self, report: StepReport, episodes: Metrics, health: Metrics
-    ) -> dict[str, float]:
-        """The metrics of a step: those of its report, and of the episodes and workers behind it."""
         tokens = episodes["sampled_tokens"] + episodes["prompt_tokens"]
         speed = tokens / max(sum(report.seconds.values()), 1e-9)
-        return report.metrics(
+        metrics = report.metrics(
             episodes=episodes,
             episode_health=health,
             workers=worker_metrics(),
             throughput={"tokens_per_second": speed},
         )
+        self.write(step, metrics)
+        if (step + 1) % self._config.checkpoint.every == 0:
+            first = [(group.trajectories[0], group.scores[0]) for group in groups]
+            self.track_samples("train", step, first)
+        self._display.step(step, metrics, groups)
 
     async def record_samples(
         self, step: int, groups: Sequence[Group], made: TracedBatch, trainer: Trainer
@@ -167,10 +162,10 @@ class Recorder:
         self._ledger.masked(step, made.masked, made.masked_segments)
         batch = made.batch
         count = self._config.observe.token_groups
-        told = await trainer.token_logprobs() if count else None
+        token_logprobs = await trainer.token_logprobs() if count else None
         detailed = drawn_groups(batch, count, derive_seed(self._config.seed, "token_groups", step))
         path = self._folder / "samples" / f"step_{step:06d}.parquet"
-        trained = TrainedBatch(batch, made.origins, told)
+        trained = TrainedBatch(batch, made.origins, token_logprobs)
         await run_to_completion(asyncio.to_thread(write_samples, path, step, trained, detailed))
         health = await asyncio.to_thread(batch_health, trained, step)
         return merge_metrics({"masked": masked_shares(groups, made), "health": health})
@@ -220,7 +215,7 @@ class Recorder:
                     await run_to_completion(
                         asyncio.to_thread(write_trajectories, path, left, self._epoch)
                     )
-                except Exception as error:  # what ends the run may be why
+                except Exception as error:  # such as the full disk that ends the run
                     why = storage_problem(error) or describe(error)
                     logger.warning(
                         "the episodes of the step that ends here cannot be kept: %s", why
@@ -228,8 +223,8 @@ class Recorder:
             raise
 
     def note(self, step: int, text: str, *metrics: str) -> None:
-        """Say what the author of the settings has hardly meant, and keep it with the warnings about
-        these metrics.
+        """Note an effect of the settings that their author may not expect, and keep it with the
+        warnings about these metrics.
         """
         self._display.say(f"[yellow]note:[/yellow] {escape(text)}")
         self._keep_warning(step, Alarm(text, metrics))

@@ -196,6 +196,7 @@ class Run:
         # Models made from another starting model would be taken for this one's.
         if self._new_model:
             self._set_aside_models()
+        # The history is read before it is extended: `newest` is the config of the last launch.
         history = ConfigHistory(self.folder)
         notes = list(notes_of_schedules(self.config))
         if self._changes:
@@ -204,7 +205,7 @@ class Run:
         for text in notes:
             self.recorder.note(start, text, "lr")
         if not self.resumed:
-            self._say_what_is_not_used()
+            self._note_unused_sections()
         # A resumed run begins with the model that has imitated already.
         elif (self.folder / "demonstrations").exists():
             late = [
@@ -220,8 +221,8 @@ class Run:
                 )
 
     def _set_aside_models(self) -> None:
-        """Rename what was made of the model that the run had before: it is made again of the new
-        one.
+        """Rename the models that were made from the previous starting model, so that they are made
+        again from the new one.
         """
         (self.folder / MODEL_COMMIT).unlink(missing_ok=True)
         for made in (self.folder / "model", self.folder / "demonstrations"):
@@ -231,8 +232,8 @@ class Run:
                     f"{set_aside(made, 'left').name}"
                 )
 
-    def _say_what_is_not_used(self) -> None:
-        """Name the sections that somebody has written, and that the recipe does not use."""
+    def _note_unused_sections(self) -> None:
+        """Name the sections of the config that the recipe does not use, although they were set."""
         recipe = self.config.recipe
         written = {
             key.partition(".")[0] for key, _, origin in self._loaded.rows() if origin != "default"
@@ -271,7 +272,7 @@ class Run:
             )
 
     def _end(self, error: BaseException | None) -> None:
-        """Keep why the run ends. That it cannot be kept must not hide why the run ends."""
+        """Record why the run ends. Failing to record it must not hide the reason itself."""
         try:
             if isinstance(error, Exception):
                 # Half a checkpoint may have taken the last room on the disk, also for the reason.
@@ -281,14 +282,18 @@ class Run:
             ending = ending_of(
                 error, self.folder, steps=steps, checkpoint=newest[0] if newest else None
             )
-            # which says itself what to write
+            # A `ConfigError` says itself what to write.
             if error is not None and not isinstance(error, ConfigError):
                 error.add_note(how_to_go_on(self.folder, ending.checkpoint))
             self.recorder.end(ending)
             self.status.end(ending)
             if self._summary is None:
                 self._summary = self.summarise()
-            self._write_summary({**self._summary, "ended": ending.as_row()})
+            summary = {**self._summary, "ended": ending.as_row()}
+            write_whole(
+                self.folder / "summary.json",
+                to_json(summary, indent=2, inf_nan_mode="null").decode() + "\n",
+            )
         except (OSError, sqlite3.Error, AgentRLError) as problem:
             logger.warning(
                 "why the run in %s has ended cannot be written there: %s", self.folder, problem
@@ -402,23 +407,13 @@ class Run:
         await asyncio.to_thread(
             draw_curve, self.metrics.rows(), self.folder / "reward_curve.png", self.folder.name
         )
-        self._summary = {
-            **self.summarise(),
-            "weights_sha256": await asyncio.to_thread(self._weights_checksum),
-        }
+        newest, weights_sha256 = self.checkpoints.latest(), None
+        if newest is not None:
+            # `LowRank` reads one weight after another, so the model need not fit into memory.
+            weights_sha256 = await asyncio.to_thread(checksum, LowRank(newest[1], {}))
+        self._summary = {**self.summarise(), "weights_sha256": weights_sha256}
 
     def summarise(self) -> dict[str, Any]:
         """The summary of the run so far, without the checksum of its weights."""
         rows = self.metrics.rows()
         return summarise(self.config, rows, self.ledger, new_silence(self.config))
-
-    def _write_summary(self, summary: Mapping[str, Any]) -> None:
-        write_whole(
-            self.folder / "summary.json",
-            to_json(summary, indent=2, inf_nan_mode="null").decode() + "\n",
-        )
-
-    def _weights_checksum(self) -> str | None:
-        newest = self.checkpoints.latest()
-        # reads one weight after another
-        return checksum(LowRank(newest[1], {})) if newest else None

@@ -1,11 +1,11 @@
-"""`Scribe`: reads the episodes of steps, to write and to measure them: in a thread of the
-controller, or in a process of its own.
+"""`Scribe`: reads the episodes of steps, to write and to measure them, in a thread of the
+controller or in a separate process.
 
     Recorder ── episodes, as arrays and bytes ─▶ Scribe ─▶ trajectories/, untrained/
              ◀──────────────── metrics ────────────┘
 
-Episodes of rollout workers arrive unopened (`agentrl/tokens/sealed_turns.py`). Who writes them
-opens them, which would cost the controller by turn; its own process has a core of its own.
+Episodes of rollout workers arrive sealed (`agentrl/tokens/sealed_turns.py`). Writing them opens
+them, at a cost by turn that a separate process takes off the controller's core.
 """
 
 import asyncio
@@ -35,7 +35,9 @@ class Scribe:
 
     @asynccontextmanager
     async def in_own_process(self, wanted: bool) -> AsyncIterator[None]:
-        """In the block, a process does it, if `wanted`, as soon as it has started."""
+        """In the block, a separate process makes the calls if `wanted`, as soon as it has
+        started.
+        """
         if not wanted:
             yield
             return
@@ -48,23 +50,23 @@ class Scribe:
                 await self._end()
 
     async def call(self, function: Callable[[*Args], T], *args: *Args) -> T:
-        """What the function returns or raises. If its process dies of it, a thread calls it again,
-        and all later ones: nothing that was played stays unrecorded.
+        """The function's result. If the process dies, a thread repeats the call, and makes all
+        later ones, so that no episode stays unrecorded.
         """
         if self._worker is not None:
             try:
                 result: T = await self._worker.call("call", function, args)
                 return result
             except WorkerDiedError as error:
-                _tell(error)
+                _warn_of_fallback(error)
                 await self._end()
         return await asyncio.to_thread(function, *args)
 
     async def _start(self) -> None:
         try:
-            self._worker = await ProcessWorker.start(_ROLE, _Desk, 0)
+            self._worker = await ProcessWorker.start(_ROLE, _ScribeProcess, 0)
         except WorkerDiedError as error:
-            _tell(error)
+            _warn_of_fallback(error)
 
     async def _end(self) -> None:
         worker, self._worker = self._worker, None
@@ -72,12 +74,12 @@ class Scribe:
             await worker.stop()
 
 
-def _tell(error: WorkerDiedError) -> None:
+def _warn_of_fallback(error: WorkerDiedError) -> None:
     logger.warning("%s; the controller records the episodes itself from now on", error)
 
 
-class _Desk:
-    """The side of the process."""
+class _ScribeProcess:
+    """What runs in the separate process."""
 
     def __init__(self, rank: int) -> None:
         prefer_to_kill()

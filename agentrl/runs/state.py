@@ -21,7 +21,7 @@ class RunState:
         self._loaded: Mapping[str, Any] = {}
 
     def load(self, states: Mapping[str, Any]) -> None:
-        """Give the parts that are added from now on these states, by name."""
+        """Restore these states, by name, into the parts that are added from now on."""
         self._loaded = states
 
     def add(self, name: str, part: Part) -> Part:

@@ -33,7 +33,9 @@ def summarise(
         "success_after_interval": _interval(after),
         "episodes_after": after.get("eval/episodes"),
         "failed_after": after.get("eval/failed"),
-        "suites": {suite.name: _of_suite(rows, suite.name) for suite in config.evaluation.suites},
+        "suites": {
+            suite.name: _suite_results(rows, suite.name) for suite in config.evaluation.suites
+        },
         "seconds": sum(row.get("seconds", 0.0) for row in trained),
         "max_staleness": config.rollout.max_staleness,
         "largest_staleness": max((row.get("staleness/max", 0) for row in trained), default=0),
@@ -55,8 +57,8 @@ def _interval(row: Mapping[str, float]) -> list[float] | None:
 
 
 def _ends(tested: Sequence[Row]) -> tuple[Row, Row]:
-    """The results before the first step and after the last one that has some, of those in order of
-    steps; what there is none of is empty.
+    """The last results before the first step, and the last ones after it, of results in order of
+    steps. Missing ones are empty.
     """
     before = [row for row in tested if _step(row) == 0]
     after = [row for row in tested if _step(row) > 0]
@@ -72,7 +74,7 @@ def _step(row: Row) -> int:
     return int(row["step"])
 
 
-def _of_suite(rows: Sequence[Row], name: str) -> dict[str, Mapping[str, float]]:
+def _suite_results(rows: Sequence[Row], name: str) -> dict[str, Mapping[str, float]]:
     """The results of a suite before and after training, without the prefix of the metrics."""
     prefix = f"eval/{name}/"
     tested = sorted((row for row in rows if f"{prefix}success" in row), key=_step)

@@ -60,7 +60,7 @@ def short_path(folder: Path) -> str:
 
 
 def _remove(folder: Path, pid: int) -> None:
-    if os.getpid() == pid:  # and not a fork of it
+    if os.getpid() == pid:  # a fork of it inherits the finalizer too
         shutil.rmtree(folder, ignore_errors=True)
         if folder.parent.is_dir() and not any(folder.parent.iterdir()):
             folder.parent.rmdir()

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from os import PathLike
@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from agentrl.config.from_file import load_config
-from agentrl.config.loading import LoadedConfig
 from agentrl.flow import run_steadily
 from agentrl.runs.run import Run
 
@@ -42,16 +41,22 @@ def train(
         AgentRLError: the run has failed.
     """
     loaded = load_config(Path(config), overrides)
+
+    def run_here() -> None:
+        with Run(loaded, Console(), resume=resume) as run:
+            run_steadily(loaded.config.recipe.call(run))
+
     with _unimportable_script():
-        _without_running_loop(lambda: _run(loaded, resume))
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            run_here()
+        else:  # a notebook runs an event loop in this thread already
+            with ThreadPoolExecutor(1, thread_name_prefix="agentrl-train") as thread:
+                thread.submit(run_here).result()
     summary = loaded.config.run_dir / "summary.json"
     found: dict[str, Any] = json.loads(summary.read_text()) if summary.exists() else {}
     return found
-
-
-def _run(loaded: LoadedConfig, resume: bool) -> None:
-    with Run(loaded, Console(), resume=resume) as run:
-        run_steadily(loaded.config.recipe.call(run))
 
 
 @contextmanager
@@ -69,13 +74,3 @@ def _unimportable_script() -> Iterator[None]:
         yield
     finally:
         script |= {name: value for name, value in found.items() if value is not None}
-
-
-def _without_running_loop(call: Callable[[], T]) -> T:
-    """Call a function that starts an event loop. A notebook already runs one in this thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return call()
-    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-train") as thread:
-        return thread.submit(call).result()
