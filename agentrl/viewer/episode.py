@@ -1,5 +1,5 @@
-"""One episode in full: its conversation, its tokens with all that is known of each, and what became
-of it.
+"""One episode in full: its conversation, its tokens with the trainer's numbers for each, and its
+fate.
 """
 
 import shlex
@@ -175,8 +175,16 @@ class EpisodeReader:
         return [{**row, "of": total} for row in table.to_pylist()]
 
     def _texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token; its number in brackets without the model's tokenizer."""
         path = self._run.tokenizer()
-        return [f"[{token}]" for token in token_ids] if path is None else _words(path, token_ids)
+        if path is None:
+            return [f"[{token}]" for token in token_ids]
+        # The time of its last change is part of the cache's key.
+        tokenizer = _tokenizer(path, path.stat().st_mtime_ns)
+        texts = {
+            token: tokenizer.decode([token], skip_special_tokens=False) for token in set(token_ids)
+        }
+        return [texts[token] for token in token_ids]
 
     def _fate(self, row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
         """The fate of the episode and its reason, in a sentence or two."""
@@ -313,6 +321,8 @@ def _add_numbers(turns: Sequence[dict[str, Any]], samples: Sequence[Mapping[str,
         turn["sample"] = None
         turn["trainer"] = {name: [None] * count for name in _PER_TOKEN}
     for sample in samples:
+        # A sample is the tokens of its turns in a row, prompt and answer in turn, and positions
+        # count in it. `begins`: the position of the first sampled token of each turn.
         begins, at = {}, 0
         for number in range(sample["first_turn"], min(sample["last_turn"] + 1, len(turns))):
             turn = turns[number]
@@ -331,11 +341,3 @@ def _tokenizer(path: Path, changed: int) -> Any:
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(path))
-
-
-def _words(path: Path, token_ids: Sequence[int]) -> list[str]:
-    tokenizer = _tokenizer(path, path.stat().st_mtime_ns)
-    texts = {
-        token: tokenizer.decode([token], skip_special_tokens=False) for token in set(token_ids)
-    }
-    return [texts[token] for token in token_ids]

@@ -127,21 +127,20 @@ _OF_TRAJECTORY = ("seed", "parts", "words", "messages")
 
 def _write_dataset(into: Path, episodes: Iterator[dict[str, Any]]) -> int:
     into.parent.mkdir(parents=True, exist_ok=True)
-    count, kept = (
-        0,
-        [name for name in DATASET_SCHEMA.names if name not in (*_OF_TRAJECTORY, "fate")],
-    )
+    not_in_index = (*_OF_TRAJECTORY, "fate")
+    of_index = [name for name in DATASET_SCHEMA.names if name not in not_in_index]
+    count = 0
     with (
         none_unfinished(into),
         pq.ParquetWriter(unfinished(into), DATASET_SCHEMA, compression="zstd") as writer,
     ):
         while batch := list(islice(episodes, _AT_ONCE)):
             rows = [
-                {name: one["row"][name] for name in kept}
-                | {name: one["trajectory"].get(name) for name in _OF_TRAJECTORY}
-                | {"messages": list(map(_named, one["trajectory"]["messages"]))}
-                | {"fate": one["fate"]}
-                for one in batch
+                {name: episode["row"][name] for name in of_index}
+                | {name: episode["trajectory"].get(name) for name in _OF_TRAJECTORY}
+                | {"messages": list(map(_name_images, episode["trajectory"]["messages"]))}
+                | {"fate": episode["fate"]}
+                for episode in batch
             ]
             writer.write_table(pa.Table.from_pylist(rows, schema=DATASET_SCHEMA))
             count += len(rows)
@@ -152,7 +151,7 @@ def _write_dataset(into: Path, episodes: Iterator[dict[str, Any]]) -> int:
     return count
 
 
-def _named(message: Mapping[str, Any]) -> dict[str, Any]:
+def _name_images(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": named_images(message)}
 
 
@@ -165,7 +164,7 @@ def atif_of(episode: Mapping[str, Any], run: str, model: str | None) -> dict[str
     turns = iter(with_prompts(played["turns"]))
     for message in linked_messages(played["messages"]):
         if message.role == "tool" and steps and steps[-1]["source"] == "agent":
-            _observe(steps[-1], message)
+            _add_tool_result(steps[-1], message)
         elif message.is_answer:
             steps.append(_agent_step(message, next(turns, None)))
         else:
@@ -253,7 +252,7 @@ def _agent_step(
     return step
 
 
-def _observe(step: dict[str, Any], message: Message) -> None:
+def _add_tool_result(step: dict[str, Any], message: Message) -> None:
     """Add a tool's result to the step that called it."""
     results = step.setdefault("observation", {"results": []})["results"]
     result = {"content": message.content}

@@ -1,5 +1,5 @@
-"""An index of a run's episodes: what a table shows of each, in DuckDB. Texts and tokens stay in the
-run's files.
+"""An index of a run's episodes in DuckDB: the columns that a table shows. Texts and tokens stay in
+the run's files.
 """
 
 import sqlite3
@@ -159,7 +159,7 @@ class EpisodeIndex:
 
         self._run = run
         self._db = duckdb.connect()
-        # Not in the folder that we are in.
+        # By default, DuckDB writes temporary files into the current folder.
         self._db.execute("SET temp_directory = ?", [f"{gettempdir()}/agentrl-view"])
         self._db.execute(_SCHEMA)
         self._lock = threading.Lock()
@@ -188,7 +188,7 @@ class EpisodeIndex:
             )
         with self._lock:
             self._refresh()
-            found = f"{self._with_text(query)} AND {self._with_calls(query)}"
+            found = f"{self._text_condition(query)} AND {self._call_condition(query)}"
             where, values = query.conditions()
             where = f"{where} AND {found}"
             order = f"{query.sort} {'DESC' if query.descending else 'ASC'} NULLS LAST, id, agent"
@@ -258,7 +258,9 @@ class EpisodeIndex:
         }
         with self._lock:
             self._refresh()
-            paths = [path for path in files if _short_path(Path(path)) not in self._unreadable]
+            paths = [
+                path for path in files if "/".join(Path(path).parts[-2:]) not in self._unreadable
+            ]
             rows = self._read_calls(paths)
         whole = [row for row in rows or () if row["file"] is None]
         by_step: dict[tuple[Any, int], list[float]] = defaultdict(lambda: [0, 0, 0.0])
@@ -359,12 +361,14 @@ class EpisodeIndex:
         stamps = {key: stamp for key, path in files.items() if (stamp := _stamp(path)) is not None}
         changed = [key for key, stamp in stamps.items() if self._known.get(key) != stamp]
         gone = [key for key in self._known if key not in stamps]
+        # A file that has changed is read anew, so its old rows go first.
         for key in [*gone, *(key for key in changed if key in self._known)]:
             self._forget(key)
         self._read_all({key: files[key] for key in changed})
         self._joined = self._joined and not (changed or gone)
         self._known = stamps
         ledger = self._run.path / "ledger.sqlite"
+        # SQLite writes to its write-ahead log first, and to the file itself only now and then.
         state = _stamp(ledger), _stamp(ledger.with_name("ledger.sqlite-wal"))
         if state != self._ledger:
             self._read_fates(ledger)
@@ -376,10 +380,12 @@ class EpisodeIndex:
 
     def _forget(self, key: tuple[str, int]) -> None:
         self._db.execute("DELETE FROM trajectories WHERE kind = ? AND step = ?", key)
-        self._unreadable.pop(_name(*key), None)
+        self._unreadable.pop(_file_name(*key), None)
 
     def _read_all(self, files: Mapping[tuple[str, int], Path]) -> None:
-        """Read files at once; one by one if some of them cannot be read, which are then named."""
+        """Read files together, which is much faster than one by one. If one of them cannot be read,
+        read them one by one, and note those that fail.
+        """
         try:
             for group in _by_columns([*files.values()]):
                 self._read(group)
@@ -389,7 +395,7 @@ class EpisodeIndex:
                 try:
                     self._read(_by_columns([path])[0])
                 except self._unread as error:
-                    self._unreadable[_name(*key)] = _first_line(error)
+                    self._unreadable[_file_name(*key)] = _first_line(error)
 
     def _read(self, files: tuple[list[str], tuple[str, ...]]) -> None:
         paths, columns = files
@@ -422,7 +428,7 @@ class EpisodeIndex:
             self._db.execute("INSERT INTO fates SELECT * FROM read_fates")
             self._db.unregister("read_fates")
 
-    def _with_text(self, query: EpisodeQuery) -> str:
+    def _text_condition(self, query: EpisodeQuery) -> str:
         """A condition that holds for episodes with the text in their messages or reasons."""
         if not query.text:
             return "TRUE"
@@ -448,7 +454,7 @@ class EpisodeIndex:
         return [
             str(path)
             for kind, number, path in found
-            if query.step in (None, number) and _name(kind, number) not in self._unreadable
+            if query.step in (None, number) and _file_name(kind, number) not in self._unreadable
         ]
 
     def _search(self, text: str, files: Sequence[str]) -> None:
@@ -460,7 +466,7 @@ class EpisodeIndex:
         condition = f"len(list_filter(messages, lambda m: {of_message})) > 0"
         self._put("found", condition, files, [text])
 
-    def _with_calls(self, query: EpisodeQuery) -> str:
+    def _call_condition(self, query: EpisodeQuery) -> str:
         """A condition that holds for the episodes that called a tool."""
         if not query.tool:
             return "TRUE"
@@ -518,17 +524,13 @@ class EpisodeIndex:
         return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
 
 
-def _name(kind: str, step: int) -> str:
+def _file_name(kind: str, step: int) -> str:
     name = kind.removeprefix(EVALUATION)
     return (
         f"{kind}/step_{step:06d}.parquet"
         if name == kind
         else f"{KINDS[0]}/{name}_{step:06d}.parquet"
     )
-
-
-def _short_path(path: Path) -> str:
-    return f"{path.parent.name}/{path.name}"
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
@@ -545,7 +547,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _by_columns(files: Sequence[Path]) -> list[tuple[list[str], tuple[str, ...]]]:
-    """The files, those with the same columns together: earlier versions wrote fewer."""
+    """The files, grouped with their columns: earlier versions wrote fewer columns.
+
+    A run writes its files in order, by one version after another. So if the first and the last one
+    have the same columns, all have.
+    """
     if not files:
         return []
     ends: dict[Literal["first", "last"], tuple[str, ...]] = {

@@ -87,19 +87,20 @@ def _tasks(rows: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> list[_Tas
     by_task: dict[str, dict[int, Mapping[str, Any]]] = {}
     for row in rows:
         by_task.setdefault(row["task"], {})[row["step"]] = row
-    return [_task(name, own, steps) for name, own in by_task.items()]
+    return [_summarise_task(name, own, steps) for name, own in by_task.items()]
 
 
-def _task(name: str, own: Mapping[int, Mapping[str, Any]], steps: Sequence[int]) -> _Task:
+def _summarise_task(name: str, own: Mapping[int, Mapping[str, Any]], steps: Sequence[int]) -> _Task:
     values = [
         (value, step) for step in steps if step in own and (value := _value(own[step])) is not None
     ]
     solved = [step for step in steps if step in own and _is_solved(own[step])]
     played = [own[step] for step in steps if step in own]
+    shown = ("success", "score", "episodes", "failed", "id")
     return {
         "task": name,
         "env": played[0]["env"],
-        "cells": [_cell(own[step]) if step in own else None for step in steps],
+        "cells": [[own[at][name] for name in shown] if at in own else None for at in steps],
         "first": solved[0] if solved else None,
         "solved": len(solved),
         "played": len(played),
@@ -120,10 +121,6 @@ def _value(row: Mapping[str, Any]) -> float | None:
 
 def _is_solved(row: Mapping[str, Any]) -> bool:
     return row["success"] is not None and row["success"] >= _SOLVED_SHARE
-
-
-def _cell(row: Mapping[str, Any]) -> list[Any]:
-    return [row[name] for name in ("success", "score", "episodes", "failed", "id")]
 
 
 def _column(step: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -27,11 +27,11 @@ def lines_of(episodes: Iterable[Mapping[str, Any]], layout: Layout) -> Iterator[
     """
     whole = (episode for episode in episodes if episode["row"]["detail"] != SEGMENT.limit)
     if layout == "openenv":
-        yield from map(_trace, whole)
+        yield from map(_openenv_trace, whole)
         return
     numbers = dict[str, int]()
     for episode in whole:
-        yield _rollout(episode, numbers.setdefault(episode["row"]["task"], len(numbers)))
+        yield _verifiers_rollout(episode, numbers.setdefault(episode["row"]["task"], len(numbers)))
 
 
 def linked_messages(rows: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -74,7 +74,7 @@ def with_prompts(
         shown = [*shown, *turn["token_ids"]]
 
 
-def _rollout(episode: Mapping[str, Any], example: int) -> dict[str, Any]:
+def _verifiers_rollout(episode: Mapping[str, Any], example: int) -> dict[str, Any]:
     """A row of the `results.jsonl` of verifiers (`RolloutOutput`). `example`: the number of the
     task.
     """
@@ -131,7 +131,7 @@ def _verifiers_message(message: Message) -> dict[str, Any]:
     return written
 
 
-def _trace(episode: Mapping[str, Any]) -> dict[str, Any]:
+def _openenv_trace(episode: Mapping[str, Any]) -> dict[str, Any]:
     """A `TrainingTrace`, whose turns have what an environment knows in their metadata: the score of
     the episode as the last turn's `reward`.
     """

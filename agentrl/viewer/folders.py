@@ -1,4 +1,4 @@
-"""The runs to look at: which folders they are, and what the small files in each say."""
+"""The folders of runs that the viewer shows, and the contents of the small files in each."""
 
 import json
 import os
@@ -103,7 +103,8 @@ class RunFolder:
                     lines = file.read().split(b"\n")
             except OSError:
                 return ()
-            self._rows += [row for line in lines[:-1] if (row := _row(line)) is not None]
+            # After the last newline there is nothing, or a line that is still being written.
+            self._rows += [row for line in lines[:-1] if (row := _parse_row(line)) is not None]
             self._read = found.st_ino, known + sum(len(line) + 1 for line in lines[:-1])
             return self._rows
 
@@ -114,12 +115,12 @@ class RunFolder:
         """
         status, summary = self._json("status.json"), self._json("summary.json")
         now = read_live_state(self.path)
-        if now is not None and not _lives(now.pid):
+        if now is not None and not _is_alive(now.pid):
             now = None
         if now is not None and now.pid != status.get("pid"):
             status = {}  # of an earlier process: this one is starting
         ended = "ended" in status or (self.path / "summary.json").exists()
-        live = now is not None or (_lives(status.get("pid")) and not ended)
+        live = now is not None or (_is_alive(status.get("pid")) and not ended)
         since = _time(status.get("since"))
         return {
             "name": self.name,
@@ -156,7 +157,7 @@ class RunFolder:
 
     def warnings(self) -> list[Warned]:
         """The warnings of the run, in order; once, also if a resumed run repeated them."""
-        found = self._once("warnings.jsonl", _parse_warnings)
+        found = self._read_cached("warnings.jsonl", _parse_warnings)
         return [] if found is None else list(found)
 
     def settings(self, number: int | None = None) -> dict[str, Any]:
@@ -164,23 +165,25 @@ class RunFolder:
         this number.
         """
         return dict(
-            self._once("config.yaml" if number is None else f"config.{number}.yaml", _settings)
+            self._read_cached(
+                "config.yaml" if number is None else f"config.{number}.yaml", _parse_settings
+            )
             or {}
         )
 
     def changes(self) -> list[Changed]:
         """The configs that the run has had, in order, each with what it changed."""
-        return list(self._once("changes.jsonl", _parse_changes) or ())
+        return list(self._read_cached("changes.jsonl", _parse_changes) or ())
 
     def origins(self) -> dict[str, str]:
         """The origin of each setting, by dotted name."""
         return {name: str(origin) for name, origin in self._json("origins.json").items()}
 
     def phases(self) -> list[Phase]:
-        """The phases of the run's loop, in order. A phase cut short by the process's end has no
-        length.
+        """The phases of the run's loop, in order. A phase that the end of the process has cut short
+        has no length.
         """
-        begun = self._once("timeline.jsonl", _parse_timeline) or []
+        begun = self._read_cached("timeline.jsonl", _parse_timeline) or []
         phases = []
         for (row, begin), follows in zip_longest(begun, begun[1:]):
             end: float | None = begin
@@ -217,14 +220,14 @@ class RunFolder:
 
     def about(self) -> dict[str, Any]:
         """The run's start (time, host, commit), and its notes and tags."""
-        launches = self._once("launches.jsonl", read_launches) or []
+        launches = self._read_cached("launches.jsonl", read_launches) or []
         status, settings = self._json("status.json"), self.settings()
         ending = status.get("ended")
         ended = ending.get("at") if isinstance(ending, dict) else None
         newest = launches[-1] if launches else {}
         notes = (
             str(settings.get("observe.notes") or ""),
-            self._once("notes.md", lambda text: text.decode("utf-8", "replace")) or "",
+            self._read_cached("notes.md", lambda text: text.decode("utf-8", "replace")) or "",
         )
         tags = settings.get("observe.tags")
         return {
@@ -240,7 +243,7 @@ class RunFolder:
 
     def machine(self, begin: float, end: float) -> list[MachineState]:
         """The load of the controller's machine between two Unix times, as far as it was sampled."""
-        found: list[MachineState] = self._once("machine.jsonl", read_machine) or []
+        found: list[MachineState] = self._read_cached("machine.jsonl", read_machine) or []
         return [state for state in found if begin <= state.at <= end]
 
     def tokenizer(self) -> Path | None:
@@ -262,10 +265,10 @@ class RunFolder:
             return []
 
     def _json(self, name: str) -> dict[str, Any]:
-        found = self._once(name, json.loads)
+        found = self._read_cached(name, json.loads)
         return found if isinstance(found, dict) else {}
 
-    def _once(self, name: str, read: Callable[[bytes], Any]) -> Any:
+    def _read_cached(self, name: str, read: Callable[[bytes], Any]) -> Any:
         """The value that `read` makes of a file, which is read again only after a change; `None` if
         it is unreadable.
         """
@@ -314,7 +317,7 @@ def find_runs(places: Iterable[Path]) -> list[RunFolder]:
     ]
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def _parse_row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
     except ValueError:
@@ -325,7 +328,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return {intern(name): value for name, value in row.items()}
 
 
-def _settings(text: bytes) -> dict[str, Any]:
+def _parse_settings(text: bytes) -> dict[str, Any]:
     root = read_yaml(text.decode(errors="replace"), "")
     found = None if root is None else value_of(root)
     return dict(_leaves(found)) if isinstance(found, dict) else {}
@@ -334,7 +337,7 @@ def _settings(text: bytes) -> dict[str, Any]:
 def _parse_warnings(text: bytes) -> list[Warned]:
     found: dict[str, Warned] = {}
     for line in text.split(b"\n"):
-        if (row := _row(line)) is not None:
+        if (row := _parse_row(line)) is not None:
             names = row.get("metrics")
             metrics = [str(name) for name in names] if isinstance(names, list) else []
             said = str(row.get("text"))
@@ -345,7 +348,7 @@ def _parse_warnings(text: bytes) -> list[Warned]:
 def _parse_changes(text: bytes) -> list[Changed]:
     found = []
     for line in text.split(b"\n"):
-        row = _row(line)
+        row = _parse_row(line)
         if (
             row is None
             or not isinstance(row.get("config"), int)
@@ -365,7 +368,7 @@ def _parse_changes(text: bytes) -> list[Changed]:
 
 def _parse_timeline(text: bytes) -> list[tuple[dict[str, Any], float]]:
     """The rows of a timeline, each with its Unix time."""
-    rows = (_row(line) for line in text.split(b"\n")[:-1])
+    rows = (_parse_row(line) for line in text.split(b"\n")[:-1])
     return [
         (row, begin)
         for row in rows
@@ -381,7 +384,7 @@ def _time(written: object) -> float | None:
         return None
 
 
-def _lives(pid: object) -> bool:
+def _is_alive(pid: object) -> bool:
     if not isinstance(pid, int) or pid <= 0:
         return False
     try:

@@ -1,4 +1,6 @@
-"""The tree of an episode's calls, read off their tokens: each turn continues another one."""
+"""The tree of an episode's turns, reconstructed from their tokens: each turn continues an earlier
+one.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,27 +19,30 @@ def parents(turns: Sequence[Mapping[str, Any]]) -> list[int | None]:
     also a later one: rows are in the order in which they were trained, each sampled token in one of
     them.
     """
-    ends, rows = _ends(turns)
+    ends, rows = _token_rows(turns)
     found: list[int | None] = []
     for place, turn in enumerate(turns):
         if place and not turn["forked"]:
             found.append(place - 1)
             continue
         prompt = np.asarray(turn["prompt_ids"], np.int64)
-        fitting = [
-            (length, other)
-            for other, length in enumerate(ends)
-            if other != place
-            and 0 < length <= len(prompt)
-            and _begins(prompt, rows[other][:length])
-        ]
+        fitting = []
+        for other, length in enumerate(ends):
+            if other == place or not 0 < length <= len(prompt):
+                continue
+            tokens = rows[other]
+            # The last token alone rules most of them out, at the cost of one comparison.
+            if prompt[length - 1] == tokens[length - 1] and np.array_equal(
+                prompt[:length], tokens[:length]
+            ):
+                fitting.append((length, other))
         found.append(max(fitting)[1] if fitting else None)
     return found
 
 
-def _ends(turns: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[_Tokens]]:
-    """The lengths in tokens of each turn's prompt and answer, and the whole row of tokens that they
-    begin.
+def _token_rows(turns: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[_Tokens]]:
+    """For each turn, where it ends in its row of tokens, and that row. A row is all tokens from one
+    fork to the next; its turns share it.
     """
     starts = [place for place, turn in enumerate(turns) if place == 0 or turn["forked"]]
     ends: list[int] = []
@@ -49,8 +54,3 @@ def _ends(turns: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[_Tokens]]
             ends.append(len(tokens))
         rows += [np.asarray(tokens, np.int64)] * (following - first)
     return ends, rows
-
-
-def _begins(prompt: _Tokens, tokens: _Tokens) -> bool:
-    last = len(tokens) - 1
-    return bool(prompt[last] == tokens[last]) and np.array_equal(prompt[: last + 1], tokens)

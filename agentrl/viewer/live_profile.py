@@ -1,4 +1,4 @@
-"""`agentrl profile RUN --live SECONDS`: asks a run that goes on for a trace, by a file in its
+"""`agentrl profile RUN --live SECONDS`: requests a trace from a running process, by a file in its
 folder.
 """
 

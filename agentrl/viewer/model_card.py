@@ -86,9 +86,9 @@ def write_card(checkpoint: Path, into: Path, name: str, *, is_best: bool = False
     """Write the card of a checkpoint's model into the folder that it is exported to. `name`: the
     model's. `is_best`: whether the checkpoint was chosen by the results that the card shows.
     """
-    trained = _trained(checkpoint, is_best=is_best)
+    trained = _read_training(checkpoint, is_best=is_best)
     if trained is None:
-        write_whole(into / CARD, _card({"library_name": "transformers"}, _without_run(name)))
+        write_whole(into / CARD, _card({"library_name": "transformers"}, _body_without_run(name)))
         return
     has_curve = any("reward" in row and "success" in row for row in trained.curve)
     if has_curve:
@@ -99,8 +99,8 @@ def write_card(checkpoint: Path, into: Path, name: str, *, is_best: bool = False
     write_whole(into / CARD, _card(_metadata(name, trained), _body(name, trained, has_curve)))
 
 
-def _trained(checkpoint: Path, *, is_best: bool) -> _Trained | None:
-    """What is known of a checkpoint's training; None if it is not in the folder of a run."""
+def _read_training(checkpoint: Path, *, is_best: bool) -> _Trained | None:
+    """The training of a checkpoint; None if it is not in the folder of a run."""
     folder = checkpoint.resolve().parent.parent
     step = _STEP.fullmatch(checkpoint.resolve().name)
     if step is None or not (folder / "config.yaml").is_file():
@@ -117,7 +117,7 @@ def _card(metadata: Mapping[str, Any], body: Iterable[str]) -> str:
 
 
 def _metadata(name: str, trained: _Trained) -> dict[str, Any]:
-    """What the hub reads of a card."""
+    """The metadata of a card, which the hub reads."""
     how = trained.other_recipe or trained.chosen("algorithm")
     kinds = [] if trained.other_recipe else ["reinforcement-learning"]
     tags = ["agentrl", *kinds, how, *trained.environments]
@@ -126,7 +126,9 @@ def _metadata(name: str, trained: _Trained) -> dict[str, Any]:
     if trained.base.name is not None:
         found |= {"base_model": trained.base.name, "base_model_relation": "finetune"}
     found["tags"] = list(dict.fromkeys(_tag(tag) for tag in tags if tag))
-    if results := [_result(one) for one in _newest(trained.results)]:
+    # Later results of a suite replace earlier ones.
+    newest = {one["suite"]: one for one in trained.results if one["success"] is not None}
+    if results := [_result(one) for one in newest.values()]:
         kind = {"type": "reinforcement-learning", "name": "reinforcement learning"}
         played = " + ".join(trained.environments)
         found["model-index"] = [
@@ -145,11 +147,6 @@ def _metadata(name: str, trained: _Trained) -> dict[str, Any]:
     return found
 
 
-def _newest(results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The last known result of each suite."""
-    return list({one["suite"]: one for one in results if one["success"] is not None}.values())
-
-
 def _result(one: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     words = f"success after {one['step']} steps"
     if one["low"] is not None and one["high"] is not None:
@@ -166,7 +163,7 @@ def _tag(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-")
 
 
-def _without_run(name: str) -> list[str]:
+def _body_without_run(name: str) -> list[str]:
     return [
         f"# {name}",
         "",
@@ -223,12 +220,10 @@ def _success(trained: _Trained) -> Iterator[str]:
         if one["low"] is not None and one["high"] is not None:
             bounds = f"{one['low']:.1%} to {one['high']:.1%}"
         success = "unknown" if one["success"] is None else f"{one['success']:.1%}"
-        numbers = [_number(one[key]) for key in ("score", "episodes", "failed")]
-        yield (
-            "| "
-            + " | ".join([_cell(one["suite"]), str(one["step"]), success, bounds, *numbers])
-            + " |"
-        )
+        values = [one[key] for key in ("score", "episodes", "failed")]
+        numbers = ["unknown" if value is None else f"{value:.4g}" for value in values]
+        cells = [_cell(one["suite"]), str(one["step"]), success, bounds, *numbers]
+        yield f"| {' | '.join(cells)} |"
     yield ""
     if trained.is_best:
         yield (
@@ -243,9 +238,10 @@ def _training(trained: _Trained) -> Iterator[str]:
     rows = [row for row in trained.curve if "reward" in row]
     about, settings = trained.run.about(), trained.run.settings()
     commit = about.get("commit")
+    tokens = [row["sampled_tokens"] for row in rows if "sampled_tokens" in row]
     facts = {
         "steps": f"{trained.steps} of {settings.get('steps', 'unknown')}",
-        "sampled tokens": _sum(rows, "sampled_tokens"),
+        "sampled tokens": f"{sum(tokens):,.0f}" if tokens else None,
         "time of its steps": f"{sum(row.get('seconds', 0.0) for row in rows):,.0f} s",
         "seed": settings.get("seed"),
         "agentrl": about.get("version") or installed_version(),
@@ -301,15 +297,6 @@ def _licence(base: BaseModel) -> Iterator[str]:
             " it to the metadata (`license: ...`) before you pass the model on."
         )
     yield ""
-
-
-def _sum(rows: Sequence[Mapping[str, Any]], metric: str) -> str | None:
-    values = [row[metric] for row in rows if metric in row]
-    return f"{sum(values):,.0f}" if values else None
-
-
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4g}"
 
 
 def _cell(text: str) -> str:

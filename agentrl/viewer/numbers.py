@@ -1,4 +1,4 @@
-"""Numbers and texts that JSON has no words for."""
+"""Values that JSON cannot represent."""
 
 import json
 import math
@@ -8,8 +8,8 @@ from pydantic_core import PydanticSerializationError, to_json
 
 
 def json_of(value: Any) -> bytes:
-    """JSON in which a number that JSON has no word for is null, and a character that UTF-8 cannot
-    write is "?".
+    """JSON in which numbers that are not finite are null, and lone surrogates, which UTF-8 cannot
+    encode, are "?".
     """
     try:
         return to_json(value, inf_nan_mode="null")  # some ten times as fast as what follows

@@ -1,9 +1,8 @@
-"""`agentrl profile`: where a run's time went, as a table and as a trace for Perfetto.
+"""`agentrl profile`: the use of a run's time, as a table and as a trace for Perfetto.
 
-Without more, it comes from times that each run records anyway (`timeline.jsonl`, and those of turns
-in `trajectories/`). A run with `observe.profile` also records a trace, which knows more:
-evaluations, failed episodes, the ranks of the trainer, the controller itself, and the load of
-workers and GPUs.
+By default, it is computed from times that every run records (`timeline.jsonl`, and those of turns
+in `trajectories/`). A run with `observe.profile` also records a trace, which has more: evaluations,
+failed episodes, the ranks of the trainer, the controller itself, and the load of workers and GPUs.
 """
 
 import heapq
@@ -65,12 +64,13 @@ def profile(
             f"there is nothing to profile in {folder}: {there} timed (timeline.jsonl)"
         )
     console.print(busy_table(window.busy, window.end - window.begin))
-    console.print(_shares(window), highlight=False)
+    console.print(_describe_shares(window), highlight=False)
     failed = index.failed_layers(window.phases[0]["step"], window.phases[-1]["step"])
     for text in advice(window.busy, run.settings(), failed):
         console.print(f"[yellow]•[/yellow] {text}", highlight=False, soft_wrap=True)
     if trace is not None:
-        write_whole(trace, json.dumps(trace_of(window, _episodes(reader, index, window))))
+        episodes = _read_episodes(reader, index, window)
+        write_whole(trace, json.dumps(trace_of(window, episodes)))
         console.print(
             f"wrote {trace}: open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True
         )
@@ -150,7 +150,9 @@ def trace_of(window: Window, episodes: Sequence[dict[str, Any]]) -> dict[str, An
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _episodes(reader: EpisodeReader, index: EpisodeIndex, window: Window) -> list[dict[str, Any]]:
+def _read_episodes(
+    reader: EpisodeReader, index: EpisodeIndex, window: Window
+) -> list[dict[str, Any]]:
     files = sorted({(row["step"], row["kind"]) for row in index.in_play(window.begin, window.end)})
     found = [episode for step, kind in files for episode in reader.turns_of_step(step, kind)]
     return [
@@ -196,7 +198,7 @@ def _track_name(kind: str, process: int, track: int, name: str) -> dict[str, Any
     return {"name": kind, "ph": "M", "pid": process, "tid": track, "args": {"name": name}}
 
 
-def _shares(window: Window) -> str:
+def _describe_shares(window: Window) -> str:
     total = max(window.end - window.begin, 1e-9)
 
     def share(name: str) -> float:

@@ -76,8 +76,8 @@ def _contents(folder: Path) -> dict[str, Any]:
         "warnings": [one["text"] for one in status["warnings"]],
         "curves": curves_of(rows),
         "evaluations": evaluation_table(rows),
-        **_time(run, index, reader),
-        **_fates(run, index),
+        **_use_of_time(run, index, reader),
+        **_fate_counts(run, index),
         "examples": list(episodes_to_read(index, reader)),
         **_config(run),
     }
@@ -107,6 +107,7 @@ def _facts(
     # Recipes that learn from files make as many steps as they need.
     updates = [] if trained else [row for row in rows if "loss" in row]
     last: Mapping[str, Any] = trained[-1] if trained else {}
+    success = last.get("success")
     settings = run.settings()
     return [
         (
@@ -118,7 +119,10 @@ def _facts(
             ),
         ),
         ("reward", last.get("reward")),
-        ("success in training", _percent(last.get("success"))),
+        (
+            "success in training",
+            None if success is None or math.isnan(success) else f"{success:.1%}",
+        ),
         ("environment", settings.get("env.name")),
         ("model", settings.get("model.name")),
         ("algorithm", settings.get("algorithm.name")),
@@ -129,11 +133,7 @@ def _facts(
     ]
 
 
-def _percent(value: float | None) -> str | None:
-    return None if value is None or math.isnan(value) else f"{value:.1%}"
-
-
-def _time(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader) -> dict[str, Any]:
+def _use_of_time(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader) -> dict[str, Any]:
     steps = sorted({one["step"] for one in run.phases() if one["end"] is not None})[
         -_MAX_TIMED_STEPS:
     ]
@@ -155,7 +155,7 @@ def _time(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader) -> dict[st
     return {"busy": rows, "advice": said, "timed": (steps[0], steps[-1])}
 
 
-def _fates(run: RunFolder, index: EpisodeIndex) -> dict[str, Any]:
+def _fate_counts(run: RunFolder, index: EpisodeIndex) -> dict[str, Any]:
     choices = index.choices()
     ledger = run.path / "ledger.sqlite"
     if not ledger.exists():
@@ -175,7 +175,7 @@ def _config(run: RunFolder) -> dict[str, Any]:
         (
             row["step"],
             row["config"],
-            [f"{key}: {_arrow(pair)}" for key, pair in row["changed"].items()],
+            [f"{key}: {_describe_change(pair)}" for key, pair in row["changed"].items()],
         )
         for row in run.changes()
         if row["changed"]
@@ -187,9 +187,7 @@ def _config(run: RunFolder) -> dict[str, Any]:
     }
 
 
-def _arrow(pair: Any) -> str:
-    return (
-        " → ".join(shorten(str(value)) for value in pair)
-        if isinstance(pair, list)
-        else shorten(str(pair))
-    )
+def _describe_change(pair: Any) -> str:
+    """`OLD → NEW`, of the two values of a setting."""
+    values = pair if isinstance(pair, list) else [pair]  # the file may have been edited
+    return " → ".join(shorten(str(value)) for value in values)

@@ -1,6 +1,4 @@
-"""The curves of a report: series of a run's metrics as the coordinates of a drawing, which needs no
-program to show.
-"""
+"""The curves of a report: static SVG of a run's metrics (no JavaScript)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -118,16 +116,15 @@ def _curve(name: str, rows: Sequence[Mapping[str, Any]]) -> Curve | None:
 def _axis(
     values: np.ndarray, begin: float, end: float, *, whole: bool = False
 ) -> tuple[np.ndarray, Any]:
-    """The ticks of an axis, three or more, and what takes values to places between `begin` and
-    `end`.
+    """The ticks of an axis, three or more, and the function from values to coordinates between
+    `begin` and `end`.
     """
     low, high = float(values.min()), float(values.max())
     room = (high - low) * 0.06 or abs(high) * 0.1 or 0.5
     low, high = (low, max(high, low + 2)) if whole else (low - room, high + room)
     ticks = np.asarray(MaxNLocator(4, integer=whole, min_n_ticks=3).tick_values(low, high))
-    return ticks[
-        (ticks >= low) & (ticks <= high)
-    ], lambda at: begin + (np.asarray(at) - low) / (high - low) * (end - begin)
+    visible = ticks[(ticks >= low) & (ticks <= high)]
+    return visible, lambda at: begin + (np.asarray(at) - low) / (high - low) * (end - begin)
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:

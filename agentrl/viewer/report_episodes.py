@@ -1,4 +1,4 @@
-"""The episodes that a report shows: which ones, and what of their messages and pictures."""
+"""The episodes that a report shows, with the beginnings of their messages and pictures."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ _FRAME = (
 
 
 def shorten(text: str | None) -> str:
-    """A text as far as a report shows it."""
+    """A text, cut to the length that a report shows."""
     text = text or ""
     return (
         text
@@ -108,8 +108,8 @@ def _conversation(trajectory: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pictures(trajectory: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The picture that belongs to each message: of the state that the next answer is about, or that
-    the episode ended in.
+    """The picture that belongs to each message: of the state that the next answer reacts to, or in
+    which the episode ended.
     """
     turns: Sequence[Mapping[str, Any]] = trajectory.get("turns") or []
     found, answers = [""] * len(messages), 0

@@ -1,4 +1,4 @@
-"""`agentrl view`: a page over the files of runs, and the data that it asks for. Nothing here writes
+"""`agentrl view`: a page over the files of runs, and the data that it requests. Nothing here writes
 to a run.
 """
 
@@ -149,7 +149,7 @@ class _OpenRuns:
 
 
 class _PageHeaders:
-    """Middleware that adds the headers which forbid a browser everything that the page does not
+    """Middleware that adds headers: they forbid a browser everything that the page does not
     need.
     """
 
@@ -166,7 +166,7 @@ class _PageHeaders:
 
 
 class _Json(JSONResponse):
-    """JSON, also of numbers and characters that JSON has no words for."""
+    """JSON, also of values that JSON cannot represent."""
 
     def render(self, content: Any) -> bytes:
         return json_of(content)

@@ -1,5 +1,5 @@
-"""The graph of a run's stages and channels, as it was in some steps: what each did, and where
-something waited.
+"""The graph of a run's stages and channels in some steps: how busy each was, and how long others
+waited for it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ def stage_graph(
             min(end, window.end) - max(begin, window.begin) for begin, end in intervals
         ]
         at_once[name] = sum(inside_seconds) / seconds
-    nodes = [_episodes(inside, at_once["episodes"], settings)]
+    nodes = [_episodes_in_play(inside, at_once["episodes"], settings)]
     for name in ("engine", "environments", "rewards"):
         if at_once[name] > 0:
             nodes.append(
@@ -57,7 +57,7 @@ def stage_graph(
     return nodes
 
 
-def _episodes(
+def _episodes_in_play(
     inside: Sequence[Mapping[str, Any]], at_once: float, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     facts: list[list[Any]] = [["at once", round(at_once, 2)]]
@@ -100,8 +100,8 @@ def _channels(
 def _growth(
     name: str, inside: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]
 ) -> float | None:
-    """By how much a metric that only grows has grown in these steps; a resumed run begins again at
-    0.
+    """The increase of a counter in these steps. A resumed run counts from 0 again, so after a fall
+    the new value is the increase.
     """
     values = [float(row[name]) for row in inside if name in row]
     if not values:

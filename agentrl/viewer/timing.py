@@ -1,4 +1,4 @@
-"""The use of a run's time: which resources were busy while others waited, and what follows from it.
+"""The use of a run's time: the resources that were busy while others waited, and advice.
 
 The table of busy sets is RL-Scope's (J. Gleeson et al., MLSys 2021, section 3): every moment
 belongs to the set of resources that were busy in it.
@@ -196,7 +196,12 @@ def busy_sets(
     first.
 
     The seconds add up to `end - begin`. The empty set is the time in which none of them was busy.
+
+    Example: with the engine busy from 0 to 3 and the trainer from 2 to 4, the seconds from 0 to 5
+    are {engine}: 2, {engine, trainer}: 1, {trainer}: 1, {}: 1.
     """
+    # Between two marks, nothing begins or ends. `codes` has a bit for each resource: whether it was
+    # busy in that stretch.
     marks = [begin, end, *(at for found in resources.values() for pair in found for at in pair)]
     times = np.unique(np.clip(np.asarray(marks, np.float64), begin, end))
     lengths, codes = np.diff(times), np.zeros(max(0, len(times) - 1), np.int64)

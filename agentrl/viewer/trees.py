@@ -1,5 +1,5 @@
-"""The trees of a group: which episode has left which, where, and what the states there are worth
-(`rollout.branches`).
+"""The trees of a group (`rollout.branches`): the parent of each branch, the turn at which it
+leaves, and the value of the states there.
 """
 
 from collections import defaultdict
@@ -28,8 +28,8 @@ def trees_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if row["parent"] in by_id:
             continue
         # The last ones to leave come first, so that a drawing has no crossings.
-        own = sorted(branches[row["id"]], key=lambda one: (-one["branch_turn"], one["id"]))
-        found += [_node(row, own), *(_node(one, []) for one in own)]
+        leaving = sorted(branches[row["id"]], key=lambda row: (-row["branch_turn"], row["id"]))
+        found += [_node(row, leaving), *(_node(branch, []) for branch in leaving)]
     return found
 
 
