@@ -476,26 +476,23 @@ def to_samples(
             f" {len(rewards)} rewards: give one advantage, or one for each turn"
         )
     samples: list[TrainingSample] = []
-    for sample in _laid(trajectory, floats(advantages), floats(rewards), oldest_version):
-        samples.append(_with_experts_of(samples, sample))
+    for sample in _lay_turns(trajectory, floats(advantages), floats(rewards), oldest_version):
+        samples.append(_inherit_experts(samples, sample))
     masked = not columns_of(trajectory.turns).trained_K.all()
     if oldest_version > 0 or trajectory.trained_turns or masked:
-        samples = _without_lossless(samples)
+        samples = _drop_lossless(samples)
     samples = [replace(sample, continues=number > 0) for number, sample in enumerate(samples)]
     if samples and isinstance(trajectory.status, Truncated):
-        samples[-1] = _with_tail(samples[-1], trajectory)
+        # A critic reads the value of the end after the tokens that would have come next.
+        last = samples[-1]
+        images = (*last.images, *shifted(trajectory.tail_images, len(last.token_ids)))
+        samples[-1] = replace(last, truncated=True, tail_ids=trajectory.tail_ids, images=images)
     return samples
 
 
-def _with_tail(sample: TrainingSample, trajectory: Trajectory) -> TrainingSample:
-    """The last sample of a truncated trajectory, with the tokens that follow it."""
-    images = (*sample.images, *shifted(trajectory.tail_images, len(sample.token_ids)))
-    return replace(sample, truncated=True, tail_ids=trajectory.tail_ids, images=images)
-
-
-def _with_experts_of(before: Sequence[TrainingSample], sample: TrainingSample) -> TrainingSample:
-    """A sample whose engine had computed its beginning for samples before it, with the experts that
-    were chosen there.
+def _inherit_experts(before: Sequence[TrainingSample], sample: TrainingSample) -> TrainingSample:
+    """The sample with the experts of its beginning, if the engine had that in its prefix cache:
+    they were chosen when it computed the samples before.
     """
     if sample.experts is None or not sample.experts.known_from:
         return sample
@@ -514,8 +511,8 @@ def _shared_tokens(one: TrainingSample, other: TrainingSample) -> int:
     return shared_length(one.images, other.images, length)
 
 
-def _without_lossless(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-    """Those with a loss token. What the others earned counts for the last token before them."""
+def _drop_lossless(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """The samples with a loss token. Rewards of the others go to the last token before them."""
     kept: list[TrainingSample] = []
     for sample in samples:
         if sample.loss_mask.any():
@@ -527,7 +524,7 @@ def _without_lossless(samples: Sequence[TrainingSample]) -> list[TrainingSample]
     return kept
 
 
-def _laid(
+def _lay_turns(
     trajectory: Trajectory, advantages_K: FloatArray, rewards_K: FloatArray, oldest_version: int
 ) -> Iterator[TrainingSample]:
     """A sample from each fork to the next one. `K`: turns; `P`: sampled tokens; here, `T` are the
@@ -545,6 +542,7 @@ def _laid(
     versions_T[sampled_T] = columns.versions_P
     logprobs_T = np.zeros(len(sampled_T), np.float32)
     logprobs_T[sampled_T] = columns.logprobs_P
+    # Tokens of prompts have the version -1, so they carry no loss either.
     loss_mask_T = versions_T >= max(oldest_version, 0)
     loss_mask_T &= np.repeat(columns.trained_K & new_K, lengths_K)
     advantages_T = np.where(loss_mask_T, np.repeat(advantages_K, lengths_K), np.float32(0))
@@ -552,6 +550,7 @@ def _laid(
     np.add.at(rewards_T, ends_K - 1, np.where(new_K, rewards_K, np.float32(0)))
     turn_ids_T = np.repeat(numbers_K, lengths_K)
     support_T = None if columns.support_P is None else columns.support_P.spread(sampled_T)
+    # A sample from each fork to the next; the first turn begins one in any case.
     begins_K = np.flatnonzero(columns.forked_K)
     starts = [0, *begins_K[begins_K > 0].tolist()]
     for first, stop in pairwise([*starts, len(columns)]):
@@ -667,6 +666,8 @@ def _after_loss_tokens(
     What was earned before the first one is left out.
     """
     earned_S = np.flatnonzero(rewards_S)
+    # The index of the last loss token up to each reward, over the batch; -1 before the first. It
+    # may belong to an earlier trajectory, which did not earn it.
     before_S = np.cumsum(loss_mask_S)[earned_S] - 1
     rewards_N = np.zeros(int(loss_mask_S.sum()), np.float32)
     known = before_S >= 0

@@ -645,7 +645,7 @@ def columns_of(turns: Sequence[Turn]) -> TurnColumns:
 
 
 class _RestOfTurn(NamedTuple):
-    """What `TurnColumns` does not have of a turn."""
+    """The fields of a turn that `TurnColumns` does not have."""
 
     finish_reason: FinishReason
     has_support: bool
@@ -799,10 +799,15 @@ class Group:
         A turn has what its score says (the reward `environment` gives the environment's own). The
         rest, such as a verdict on the whole episode, belongs to the last turn.
         """
-        return [
-            _by_turn(score, len(t.turns))
-            for t, score in zip(self.trajectories, self.scores, strict=True)
-        ]
+        rewards_G = []
+        for trajectory, score in zip(self.trajectories, self.scores, strict=True):
+            rewards = [*score.turns, *[0.0] * (len(trajectory.turns) - len(score.turns))]
+            if rewards:
+                rest = score.value - math.fsum(rewards)
+                # A rest that is only the rounding of the sum is none.
+                rewards[-1] += settled(rest, scale_of((score.value, *rewards)))
+            rewards_G.append(rewards)
+        return rewards_G
 
     @property
     def has_signal(self) -> bool:
@@ -827,13 +832,15 @@ class Group:
         games are rarely fair to each role (role-conditioned baselines, SPIRAL, arXiv:2506.24119).
         """
         agents = dict.fromkeys(trajectory.agent for trajectory in self.trajectories)
-        return (self,) if len(agents) == 1 else tuple(map(self._of_agent, agents))
-
-    def _of_agent(self, agent: str) -> "Group":
-        pairs = [p for p in zip(self.trajectories, self.scores, strict=True) if p[0].agent == agent]
-        return replace(
-            self, trajectories=tuple(t for t, _ in pairs), scores=tuple(s for _, s in pairs)
-        )
+        if len(agents) == 1:
+            return (self,)
+        groups = []
+        for agent in agents:
+            members = [at for at, played in enumerate(self.trajectories) if played.agent == agent]
+            trajectories = tuple(self.trajectories[at] for at in members)
+            scores = tuple(self.scores[at] for at in members)
+            groups.append(replace(self, trajectories=trajectories, scores=scores))
+        return tuple(groups)
 
 
 def succeeded(trajectory: Trajectory, score: Score) -> bool | None:
@@ -849,14 +856,6 @@ def succeeded(trajectory: Trajectory, score: Score) -> bool | None:
     if not isinstance(score.status, Scored) or math.isnan(score.value):
         return None
     return score.value > 0 if score.success is None else score.success
-
-
-def _by_turn(score: Score, count: int) -> list[float]:
-    rewards = [*score.turns, *[0.0] * (count - len(score.turns))]
-    if rewards:
-        rest = score.value - math.fsum(rewards)
-        rewards[-1] += settled(rest, scale_of((score.value, *rewards)))
-    return rewards
 
 
 def staleness(group: Group, step: int) -> int:

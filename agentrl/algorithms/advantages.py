@@ -60,7 +60,7 @@ def group_mean(rewards_G: Sequence[float], scale: float = 0.0) -> list[float]:
 
     Dr. GRPO: "Understanding R1-Zero-Like Training" (arXiv:2503.20783), section 3.2.
     """
-    _check(rewards_G)
+    _check_finite(rewards_G)
     if constant(rewards_G, scale):
         return [0.0] * len(rewards_G)
     mean = math.fsum(rewards_G) / len(rewards_G)
@@ -72,7 +72,7 @@ def leave_one_out(rewards_G: Sequence[float], scale: float = 0.0) -> list[float]
 
     RLOO: "Back to Basics" (arXiv:2402.14740), section 3.3.
     """
-    _check(rewards_G)
+    _check_finite(rewards_G)
     if constant(rewards_G, scale):
         return [0.0] * len(rewards_G)
     total, others = math.fsum(rewards_G), len(rewards_G) - 1
@@ -96,7 +96,7 @@ def compared(
     deviation: Deviation = "population",
 ) -> list[float]:
     """The advantage of each return by one of the functions above."""
-    _check(returns_G)
+    _check_finite(returns_G)
     if with_what == "group_std":
         return group_std(returns_G, scale, deviation)
     return _ADVANTAGES[with_what](returns_G, scale)
@@ -128,7 +128,7 @@ def compared_by_turn(
     """
     togo_G = [returns_to_go(rewards, gamma) for rewards in turn_rewards_G]
     scale = scale_of(chain(*turn_rewards_G, *togo_G))
-    left_G = _less_baseline(
+    left_G = _subtract_baselines(
         togo_G, "group_mean" if with_what == "group_std" else with_what, baseline, scale
     )
     left_G = [[settled(a, scale) for a in left] for left in left_G]
@@ -138,7 +138,7 @@ def compared_by_turn(
     return [[a / (spread + STD_EPSILON) for a in left] for left in left_G]
 
 
-def _less_baseline(
+def _subtract_baselines(
     togo_G: Sequence[Sequence[float]],
     with_what: Comparison,
     baseline: Literal["episode", "turn"],
@@ -283,7 +283,7 @@ def _root_mean_square(values: Sequence[float], deviation: Deviation = "populatio
     return math.sqrt(math.fsum(a * a for a in values) / count)
 
 
-def _check(rewards_G: Sequence[float]) -> None:
+def _check_finite(rewards_G: Sequence[float]) -> None:
     for member, reward in enumerate(rewards_G):
         if not math.isfinite(reward):
             raise ValueError(

@@ -2,7 +2,6 @@
 token.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -67,12 +66,15 @@ class Archer(CriticBased):
         steps = Steps(turns.rewards_K, values_K, discounts_K, turns.lengths_J, ends_J)
         returns_N, weights_N = np.zeros_like(values_N), np.zeros_like(values_N)
         returns_N[turns.begins_N] = answers_K
-        # r + gamma V(s').
+        # r + gamma V(s'): with lambda 0, the advantage is r + gamma V(s') - V(s).
         returns_N[turns.ends_N] = values_K + generalized(steps, floats(np.zeros(len(ends_J))))
         weights_N[turns.begins_N] = batch.weights_N[turns.begins_N] > 0  # 0: an earlier policy's
         weights_N[turns.ends_N] = 1.0
         if self.bootstraps:
-            weights_N[_ends_unknown(batch)] = 0.0
+            # Nothing tells what would have come after these truncated trajectories, so the answer
+            # before the end has no target.
+            unknown_M = batch.truncated_M & (batch.tails_M.lengths == 0)
+            weights_N[np.cumsum(batch.loss_tokens_M)[unknown_M] - 1] = 0.0
         # The critic's loss is divided by all loss tokens; its weights make up for those that it
         # does not learn from.
         weights_N *= len(weights_N) / weights_N.sum()
@@ -85,12 +87,3 @@ class Archer(CriticBased):
         from agentrl.algorithms.losses import value_loss
 
         return value_loss(values_N, tokens, None)
-
-
-def _ends_unknown(batch: TrainBatch) -> Sequence[int]:
-    """The last loss tokens of truncated trajectories of which nothing says what would have come
-    next.
-    """
-    unknown_M = batch.truncated_M & (batch.tails_M.lengths == 0)
-    last: list[int] = (np.cumsum(batch.loss_tokens_M)[unknown_M] - 1).tolist()
-    return last

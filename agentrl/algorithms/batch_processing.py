@@ -80,6 +80,7 @@ class BatchProcessing:
         Raises:
             ConfigError: no score has a part that a constraint names.
         """
+        # Before anything is computed, so that a wrong name is reported in the first step.
         for part in self.multipliers:
             _costs(groups, part)
         return [group if group.partial else self._apply_terms(group) for group in groups]
@@ -124,7 +125,7 @@ class BatchProcessing:
         share = self._config.keep_variance
         if share == 1:
             return [True] * len(groups)
-        spreads = list(map(_spread, groups, algorithms or map(self._of, groups)))
+        spreads = list(map(_spread, groups, algorithms or map(self._algorithm_of, groups)))
         if not any(spreads):
             return [True] * len(groups)
         kept = [False] * len(groups)
@@ -165,7 +166,7 @@ class BatchProcessing:
 
     def teaches(self, group: Group) -> bool:
         """True if some advantage of a whole group is not 0: `rollout.filter_zero_variance`."""
-        algorithm = self._of(group)
+        algorithm = self._algorithm_of(group)
         if algorithm is None:
             return group.has_signal
         return any(
@@ -173,7 +174,7 @@ class BatchProcessing:
             for part in self._apply_terms(group).by_agent()
         )
 
-    def _of(self, group: Group) -> Algorithm | None:
+    def _algorithm_of(self, group: Group) -> Algorithm | None:
         own = self._by_env.get(group.task.env)
         return self._algorithm if own is None else own
 
@@ -183,10 +184,16 @@ class BatchProcessing:
 
     def _apply_terms(self, group: Group) -> Group:
         """The group with the terms of its own members, and of those alone, in its scores."""
-        if self._config.length_penalty:
-            group = _penalise_lengths(group, self._config.length_penalty)
+        weight = self._config.length_penalty
+        if weight:
+            penalties = length_penalties(
+                [trajectory.num_tokens for trajectory in group.trajectories],
+                [succeeded(*pair) for pair in zip(group.trajectories, group.scores, strict=True)],
+            )
+            group = _add_terms(group, [weight * penalty for penalty in penalties])
         for part, multiplier in self.multipliers.items():
-            group = _plus(group, [-multiplier * s.parts.get(part, 0.0) for s in group.scores])
+            costs = [score.parts.get(part, 0.0) for score in group.scores]
+            group = _add_terms(group, [-multiplier * cost for cost in costs])
         return group
 
     def update(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -273,6 +280,9 @@ def length_penalties(lengths_G: Sequence[int], right_G: Sequence[bool | None]) -
     being short.
 
     Kimi k1.5 (arXiv:2501.12599), section 2.3.3. Zeros if all are equally long.
+
+    Example: the lengths 100, 150 and 200, of which only the last is right, give 0, 0 and -0.5: the
+    shortest would have had 0.5, and is wrong.
     """
     shortest, longest = min(lengths_G), max(lengths_G)
     if shortest == longest:
@@ -281,16 +291,10 @@ def length_penalties(lengths_G: Sequence[int], right_G: Sequence[bool | None]) -
     return [term if right else min(0.0, term) for term, right in zip(terms_G, right_G, strict=True)]
 
 
-def _penalise_lengths(group: Group, weight: float) -> Group:
-    penalties: list[float] = length_penalties(
-        [trajectory.num_tokens for trajectory in group.trajectories],
-        [succeeded(*pair) for pair in zip(group.trajectories, group.scores, strict=True)],
-    )
-    return _plus(group, [weight * penalty for penalty in penalties])
-
-
-def _plus(group: Group, terms_G: Sequence[float]) -> Group:
-    """The group with a term added to each member's score. What succeeded before still has."""
+def _add_terms(group: Group, terms_G: Sequence[float]) -> Group:
+    """The group with a term added to each member's score. Terms change no verdict: an episode that
+    had succeeded still has, also with a score below zero.
+    """
     changed: list[Score] = []
     for played, score, term in zip(group.trajectories, group.scores, terms_G, strict=True):
         value = settled(score.value + term, scale_of((score.value, term)))

@@ -22,7 +22,7 @@ from math import fsum
 
 from agentrl.algorithms.advantages import Comparison, Deviation, compared
 from agentrl.tokens.arrays import constant, scale_of, settled
-from agentrl.trajectory import Group, Trajectory
+from agentrl.trajectory import Group
 
 
 @dataclass(slots=True)
@@ -147,20 +147,15 @@ def _trees(group: Group) -> list[_Tree]:
             own = trajectory.branch
             tree = trees.get(own.parent)
             if tree is None:
-                raise ValueError(_orphan(trajectory))
+                raise ValueError(
+                    f"{trajectory.id} has left {own.parent}, which is no whole episode of its"
+                    " group: credit in trees needs both"
+                )
             tree.branches.append(_Leaf(member, group.rewards_G[member], own.turn, own.share))
             tree.trunk.share -= own.share
     for tree in trees.values():
         tree.branches.sort(key=lambda leaf: leaf.turn)
     return list(trees.values())
-
-
-def _orphan(trajectory: Trajectory) -> str:
-    assert trajectory.branch is not None
-    return (
-        f"{trajectory.id} has left {trajectory.branch.parent}, which is no whole episode of its"
-        " group: credit in trees needs both"
-    )
 
 
 def _mean(leaves: Sequence[_Leaf]) -> float:

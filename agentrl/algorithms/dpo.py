@@ -139,10 +139,11 @@ class OnlineDpo(PolicyAlgorithm):
         """The batch with the weights of its pairs: 0 if one of the halves is too old to be trained
         on.
         """
-        labels_J = _of_trajectories(batch, batch.advantages_N) / np.maximum(
+        # Each token has its trajectory's label as its advantage, so the mean is the label.
+        labels_J = _sum_by_trajectory(batch, batch.advantages_N) / np.maximum(
             1, batch.tokens_of_trajectories
         )
-        moved_J = _of_trajectories(batch, batch.rollout_logprobs_N - batch.reference_logprobs_N)
+        moved_J = _sum_by_trajectory(batch, batch.rollout_logprobs_N - batch.reference_logprobs_N)
         groups_J, weights_J = batch.groups_of_trajectories, np.zeros(len(labels_J))
         for group in np.unique(groups_J):
             (chosen, rejected) = (
@@ -161,11 +162,11 @@ class OnlineDpo(PolicyAlgorithm):
         """The number of pairs, or the constant that is set."""
         if self.config.normalizer not in ("tokens", "trajectories"):
             return super().normalizer(batch)
-        signs_J = _of_trajectories(batch, batch.advantages_N)
+        signs_J = _sum_by_trajectory(batch, batch.advantages_N)
         return float(max(1, int(np.count_nonzero(signs_J > 0))))
 
 
-def _of_trajectories(batch: TrainBatch, values_N: FloatArray) -> FloatArray:
+def _sum_by_trajectory(batch: TrainBatch, values_N: FloatArray) -> FloatArray:
     """The sum over each trajectory's loss tokens."""
     return floats(
         np.bincount(
@@ -175,5 +176,6 @@ def _of_trajectories(batch: TrainBatch, values_N: FloatArray) -> FloatArray:
 
 
 def _sigmoid(value: float) -> float:
+    # 1 / (1 + exp(-value)) would overflow for large negative values.
     power = math.exp(-abs(value))
     return (1.0 if value > 0 else power) / (1 + power)

@@ -60,20 +60,15 @@ class Gigpo(Grpo):
             [turn.state or (trajectory.id, number) for number, turn in enumerate(trajectory.turns)]
             for trajectory in group.trajectories
         ]
-        by_std = self.config.advantage == "group_std"
         own = self.config
+        by_std = own.advantage == "group_std"
         steps_G = compared_by_state(
             group.turn_rewards_G, states_G, own.step_gamma, by_std=by_std, deviation=own.std
         )
-        episodes_G = super().advantages(group)
-        return [
-            [
-                whole + self.config.step_weight * step
-                for whole, step in zip(_by_turn(episode, steps), steps, strict=True)
-            ]
-            for episode, steps in zip(episodes_G, steps_G, strict=True)
-        ]
-
-
-def _by_turn(advantage: MemberAdvantage, turns: Sequence[float]) -> Sequence[float]:
-    return [advantage] * len(turns) if isinstance(advantage, float | int) else advantage
+        advantages_G: list[Sequence[float]] = []
+        for episode, steps in zip(super().advantages(group), steps_G, strict=True):
+            # An advantage of the whole episode counts for each of its turns.
+            wholes = [episode] * len(steps) if isinstance(episode, float | int) else episode
+            pairs = zip(wholes, steps, strict=True)
+            advantages_G.append([whole + own.step_weight * step for whole, step in pairs])
+        return advantages_G

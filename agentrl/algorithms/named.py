@@ -36,22 +36,22 @@ class NamedPair:
 
 @cache
 def _settings_of(pair: NamedPair) -> type[PolicyLoss]:
-    settings = _make_settings(pair)
+    """The settings of the advantage; those of the surrogate keep type and docstring, and get its
+    defaults.
+    """
+    base = pair.advantage.Config
+    defaults = {"surrogate": pair.surrogate, **SURROGATES[pair.surrogate].defaults}
+    fields: dict[str, Any] = {}
+    for name, default in defaults.items():
+        field = base.model_fields[name]
+        changed = FieldInfo(default=default, description=field.description)
+        fields[name] = (field.rebuild_annotation(), changed)
+    fields["surrogate"] = (Literal[pair.surrogate], fields["surrogate"][1])
+    settings = create_model("Config", __base__=base, **fields)
     # The class is in no module under its name, so pickle, which takes settings to the ranks of a
     # trainer, would not find it.
     copyreg.pickle(settings, partial(_reduce, pair))
     return settings
-
-
-def _make_settings(pair: NamedPair) -> type[PolicyLoss]:
-    base = pair.advantage.Config
-    defaults = {"surrogate": pair.surrogate, **SURROGATES[pair.surrogate].defaults}
-    fields: dict[str, Any] = {
-        name: _with_default(base.model_fields[name], default) for name, default in defaults.items()
-    }
-    chosen = fields["surrogate"][1]
-    fields["surrogate"] = (Literal[pair.surrogate], chosen)
-    return create_model("Config", __base__=base, **fields)
 
 
 def _reduce(pair: NamedPair, settings: PolicyLoss) -> tuple[Any, ...]:
@@ -63,11 +63,6 @@ def _restore(pair: NamedPair, state: dict[Any, Any]) -> PolicyLoss:
     settings = kind.__new__(kind)
     settings.__setstate__(state)
     return settings
-
-
-def _with_default(field: FieldInfo, default: object) -> tuple[Any, FieldInfo]:
-    """A setting with the same type and docstring, and another default."""
-    return field.rebuild_annotation(), FieldInfo(default=default, description=field.description)
 
 
 GSPO = NamedPair(Grpo, "gspo")

@@ -1,8 +1,9 @@
-"""The settings of an algorithm that an environment of a mixture can have of its own: those of its
-groups' advantages.
+"""The settings of an algorithm that an environment of a mixture can override: those that its
+groups' advantages depend on.
 
-The loss is one for a whole batch. The settings that the advantages depend on are found by asking
-for some advantages.
+The loss is computed for a whole batch, so it cannot differ by environment. The settings that the
+advantages depend on are found by computing advantages of made-up groups, and watching which
+settings are read.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ def without_effect(
             if name in read:
                 continue
             if name in in_constructor:  # the advantages may depend on what was made of it there
-                other = factory(_with(own, name, of_run[name]))
+                other = factory(own.model_copy(update={name: of_run[name]}))
                 if answers != _answers(other, AlgorithmOffers.of(other).learn):
                     continue
             ineffective.append(name)
@@ -86,21 +87,17 @@ def _member(task: Task, name: str, rewards: Sequence[float]) -> Trajectory:
     return Trajectory(name, task, turns, Terminated(), agent="a")
 
 
-def _watch_settings(settings: Settings, told: Callable[[str], None]) -> Settings:
-    """The same settings, which tell the name of each that is read."""
+def _watch_settings(settings: Settings, on_read: Callable[[str], None]) -> Settings:
+    """The same settings, which call `on_read` with the name of each that is read."""
     kind: Any = type(settings)
     fields = frozenset(kind.model_fields)
 
     def get(self: Settings, name: str) -> Any:
         if name in fields:
-            told(name)
+            on_read(name)
         return super(watched, self).__getattribute__(name)
 
     namespace = {"__getattribute__": get, "__module__": kind.__module__}
     watched: Any = type(kind)(kind.__name__, (kind,), namespace)
     made: Settings = watched.model_construct(**dict(settings))
     return made
-
-
-def _with(settings: Settings, name: str, value: object) -> Settings:
-    return settings.model_copy(update={name: value})

@@ -36,11 +36,10 @@ class SampleOrigin:
 
 @dataclass(frozen=True, slots=True)
 class TracedBatch:
-    """The batch of a step: where each of its samples comes from, and which of its episodes carry no
-    loss.
+    """The batch of a step, with the origin of each sample, and the episodes that carry no loss.
 
-    `masked`: by the id of an episode, why none of its tokens does, whichever agent sampled them.
-    `masked_segments`: id and agent of those of episodes that go on.
+    `masked`: the reason by episode id, for episodes of which no agent's tokens carry loss.
+    `masked_segments`: id and agent of segments of unfinished episodes that carry none.
     """
 
     batch: TrainBatch
@@ -84,6 +83,8 @@ def traced_batch_of(
             )
             yield sample
 
+    # The batch is collated while samples are made: all samples of a step would need more memory
+    # than the batch. So an empty batch is noticed by its first sample.
     found = samples()
     first = next(found, None)
     if first is None:

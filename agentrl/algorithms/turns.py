@@ -18,6 +18,13 @@ class BatchTurns:
 
     `turns_N` numbers the turns of the whole batch. `lengths_J` is the number of turns of each
     trajectory.
+
+    Example: a trajectory with answers of two tokens and one token, and one with an answer of two:
+
+        begins_N    [1, 0, 1, 1, 0]
+        ends_N      [0, 1, 1, 0, 1]
+        turns_N     [0, 0, 1, 2, 2]
+        lengths_J   [2, 1]
     """
 
     begins_N: MaskArray

@@ -83,6 +83,7 @@ class Advisors:
         taught = replace(batch, reference_logprobs_N=np.nan_to_num(logprobs_N))
         if known_N.all():
             return taught
+        # The known tokens among the loss tokens, as a mask over all tokens.
         known_S = batch.loss_mask_S.copy()
         known_S[known_S] = known_N
         return taught.with_loss_on(known_S)
@@ -134,6 +135,7 @@ class Advisors:
             if buffer is None
             else await asyncio.to_thread(buffer.with_earlier, step, batch, update)
         )
+        # The critic is asked at more points than it learns from: `Questions`.
         asked = await asyncio.to_thread(
             questions,
             seen,
@@ -142,10 +144,12 @@ class Advisors:
         )
         answered, values_N, ends_M = asked.answered(await critic.predict(asked.asked))
         estimate = algorithm.estimate(answered, values_N, ends_M)
-        lesson = _lesson(answered, values_N, estimate)
+        critic_batch = _critic_batch(answered, values_N, estimate)
         if buffer is not None:
-            lesson = await asyncio.to_thread(buffer.mix_in, step, lesson, update)
-        metrics = await critic.step(lesson, algorithm.value_loss, float(answered.num_loss_tokens))
+            critic_batch = await asyncio.to_thread(buffer.mix_in, step, critic_batch, update)
+        metrics = await critic.step(
+            critic_batch, algorithm.value_loss, float(answered.num_loss_tokens)
+        )
         reported = {
             f"critic/{name}": value
             for name, value in metrics.items()
@@ -186,19 +190,21 @@ class Advisors:
             await asyncio.to_thread(self.training.buffer.load, folder)
 
 
-def _lesson(batch: TrainBatch, values_N: FloatArray, estimate: Estimate) -> TrainBatch:
-    """The batch that a critic is trained on: the tokens before which it learns what to expect."""
-    lesson = replace(
+def _critic_batch(batch: TrainBatch, values_N: FloatArray, estimate: Estimate) -> TrainBatch:
+    """The batch that a critic is trained on: of the tokens before which it learns the return."""
+    # A critic is a trainer like another, so its numbers are in the columns of a policy's: the
+    # targets are the advantages, and the values before the update the old logprobs.
+    critic_batch = replace(
         batch,
         advantages_N=estimate.returns_N,
         rollout_logprobs_N=values_N,
         weights_N=estimate.weights_N,
     )
     if estimate.weights_N.all():
-        return lesson
+        return critic_batch
     taught_S = batch.loss_mask_S.copy()
     taught_S[taught_S] = estimate.weights_N != 0
-    return lesson.with_loss_on(taught_S)
+    return critic_batch.with_loss_on(taught_S)
 
 
 def explained_variance(values_N: FloatArray, returns_N: FloatArray) -> float:

@@ -1,4 +1,4 @@
-"""Episodes of earlier steps, which a critic learns from again.
+"""A replay buffer: episodes of earlier steps, which a critic learns from again.
 
 batch ──▶ with_earlier ──▶ the batch, and after it some earlier episodes ──▶ critic
   └─────▶ keep ──▶ the last steps' batches ──▶ a checkpoint's folder `replay`
@@ -83,7 +83,7 @@ class EpisodeBuffer:
                 "a critic cannot learn again from episodes with pictures: set"
                 " recipe.replay to 0, or choose what the environment says in words"
             )
-        kept = _batch({name: getattr(batch, name) for name in _KEPT}, batch.tails_M)
+        kept = _rebuild_batch({name: getattr(batch, name) for name in _KEPT}, batch.tails_M)
         self._kept.append(PlayedStep(step, kept, tuple(tasks)))
 
     def with_earlier(self, step: int, batch: TrainBatch, update: int = 0) -> TrainBatch:
@@ -95,6 +95,7 @@ class EpisodeBuffer:
         wanted = min(len(self), round(self._per_new * _trajectories_in(batch)))
         if not wanted:
             return batch
+        # Trajectories have numbers over all kept steps: those of a step are from `first` on.
         drawn = np.sort(self._generator(step, update).choice(len(self), wanted, replace=False))
         parts, task_ids, first = [batch], list[str](), 0
         for played in self._kept:
@@ -150,11 +151,12 @@ class EpisodeBuffer:
         with np.load(path, allow_pickle=False) as arrays:
             for step, tasks in json.loads(str(arrays["tasks"])):
                 tails = Ragged(arrays[f"{step}/tails"], arrays[f"{step}/tail_lengths"])
-                batch = _batch({name: arrays[f"{step}/{name}"] for name in _KEPT}, tails)
+                batch = _rebuild_batch({name: arrays[f"{step}/{name}"] for name in _KEPT}, tails)
                 self._kept.append(PlayedStep(step, batch, tuple(tasks)))
 
 
-def _batch(kept: Mapping[str, Any], tails_M: Ragged) -> TrainBatch:
+def _rebuild_batch(kept: Mapping[str, Any], tails_M: Ragged) -> TrainBatch:
+    # The columns that are not kept are empty: a critic does not read them.
     blank = {name: column.zeros(len(kept["turns_N"])) for name, column in columns("N").items()}
     blank["experts_M"] = np.full(len(kept["lengths_M"]), None)
     blank["images_M"] = filled_column(np.object_, [()] * len(kept["lengths_M"]))

@@ -76,10 +76,11 @@ class Teacher:
         waiting = iter(enumerate(samples))
 
         async def ask() -> None:
-            for number, sample in waiting:  # each asker takes the next
+            for number, sample in waiting:  # shared: each `ask` takes the next sample
                 wanted = np.flatnonzero(sample.loss_mask_S)
                 if not len(wanted):
                     continue
+                # Nothing after the last loss token matters, so the prompt ends there.
                 first, stop = int(wanted[0]), int(wanted[-1]) + 1
                 request = ScoreRequest(
                     f"teacher/{number}", sample.tokens_S[:stop], first, self._temperature

@@ -58,31 +58,31 @@ def questions(batch: TrainBatch, *, answers: bool, ends: bool) -> Questions:
     if not answers and not cut_M.any():
         all_N = np.ones(batch.num_loss_tokens, np.bool_)
         return Questions(batch, batch, all_N, all_N, ~all_N)
-    longer = batch.lengthened(_added(batch.tails_M, cut_M, answers=answers))
+    # Make room for the new loss tokens behind each sample, and then say which tokens they are.
+    longer = batch.lengthened(_added_tokens(batch.tails_M, cut_M, answers=answers))
     own_S, ends_S = longer.loss_mask_S, np.zeros(len(longer.tokens_S), np.bool_)
     ends_S[np.cumsum(longer.lengths_M)[cut_M] - 1] = True
     learned_S = own_S.copy()
     if answers:
-        learned_S[np.flatnonzero(own_S)[_ends_a_turn(batch)] + 1] = True
+        # The token after the last loss token of each turn, in the same sample.
+        samples_N = np.repeat(np.arange(batch.num_samples), batch.loss_tokens_M)
+        last_N = (np.diff(samples_N) != 0) | (np.diff(batch.turns_N) != 0)
+        learned_S[np.flatnonzero(own_S)[np.append(last_N, True)] + 1] = True
     asked = longer.with_loss_on(learned_S | ends_S)
     lesson = longer.with_loss_on(learned_S) if answers else batch
     asked_S = asked.loss_mask_S
     return Questions(asked, lesson, learned_S[asked_S], own_S[learned_S], ends_S[asked_S])
 
 
-def _added(tails_M: Ragged, cut_M: MaskArray, *, answers: bool) -> Ragged:
-    """The tokens added to each sample: the tail of one that was cut, and a token to ask before."""
+def _added_tokens(tails_M: Ragged, cut_M: MaskArray, *, answers: bool) -> Ragged:
+    """The tokens to add to each sample: the tail of one that was cut, and a token to ask before.
+
+    Example: with `answers`, a sample that was cut before the tail [8, 9] gets [8, 9, 0], and
+    another one [0].
+    """
     counts_M = tails_M.lengths * cut_M + (cut_M | answers)
-    tokens, is_tail = (
-        np.zeros(int(counts_M.sum()), np.int32),
-        np.ones(int(counts_M.sum()), np.bool_),
-    )
+    tokens = np.zeros(int(counts_M.sum()), np.int32)
+    is_tail = np.ones(len(tokens), np.bool_)
     is_tail[np.cumsum(counts_M)[counts_M > 0] - 1] = False
     tokens[is_tail] = tails_M.values[cut_M[tails_M.row_of_value()]]
     return Ragged(tokens, counts_M)
-
-
-def _ends_a_turn(batch: TrainBatch) -> MaskArray:
-    """[N] True for loss tokens that are the last of their turn."""
-    samples_N = np.repeat(np.arange(batch.num_samples), batch.loss_tokens_M)
-    return np.append((np.diff(samples_N) != 0) | (np.diff(batch.turns_N) != 0), True)

@@ -146,7 +146,7 @@ COMMIT;
 hold.
 """
 
-_PATIENCE = "PRAGMA busy_timeout=5000"
+_BUSY_TIMEOUT = "PRAGMA busy_timeout=5000"
 """Milliseconds to wait for another connection that writes."""
 
 _UNUSED_SCHEMA = """
@@ -496,7 +496,8 @@ class Ledger(LedgerReader):
         self._writer = WriteBehind(db, threaded=not in_memory)
         # A second connection would not see what the first has written, in memory and on file
         # systems without locks.
-        self._one_connection = in_memory or _is_exclusive(db)
+        locking_mode = db.execute("PRAGMA locking_mode").fetchone()[0]
+        self._one_connection = in_memory or locking_mode == "exclusive"
         super().__init__(db if self._one_connection else _connect(path, "ro"))
         self._append = self._writer.append
         self._launch: int = self._db.execute(
@@ -671,9 +672,9 @@ class Ledger(LedgerReader):
 def read_ledger(path: Path) -> LedgerReader:
     """Open a ledger for reading only. Nothing is written into its folder, which may be read-only.
 
-    SQLite reads a write-ahead log only together with an index beside it, which the run that goes on
-    keeps. Of a run that was killed, and where it cannot be known that the run goes on (it is on
-    another machine), a copy is read, which shows what was written when it was opened.
+    SQLite reads a write-ahead log only together with an index file, which a live run keeps. If the
+    run was killed, or may be alive on another machine, a copy is read instead: it shows the state
+    at the time of opening.
 
     Raises:
         ConfigError: the file does not exist, or is not a ledger of this version.
@@ -686,19 +687,19 @@ def read_ledger(path: Path) -> LedgerReader:
         return LedgerReader(_connect(path, "ro"))
     folder = tempfile.TemporaryDirectory(prefix="agentrl-ledger-")
     try:
-        copy = _copied(path, Path(folder.name))
+        copy = _copy_consistently(path, Path(folder.name))
         return LedgerReader(_connect(copy, "ro", named=path), folder.cleanup)
     except BaseException:
         folder.cleanup()
         raise
 
 
-def _copied(path: Path, into: Path) -> Path:
+def _copy_consistently(path: Path, into: Path) -> Path:
     """Copy a ledger that may be written meanwhile, with its log.
 
-    Pages go from the log into the file, which therefore is copied first: what has changed in it
-    meanwhile is in the log that is copied then, unless the log was begun anew, which changes its
-    header.
+    SQLite moves pages from the log into the file, so the file is copied first: what changes in it
+    meanwhile is still in the log that is copied next. Unless the log was begun anew in between,
+    which changes its header; then both are copied again.
     """
     copy = into / path.name
     while True:
@@ -760,8 +761,8 @@ def check_ledger(path: Path, steps: int) -> None:
 def _connect(
     path: Path | str, mode: Literal["ro", "immutable", "rwc"], named: Path | None = None
 ) -> sqlite3.Connection:
-    """`immutable`: nobody writes the file, which is read without locks. `named`: what errors call
-    it.
+    """`immutable`: nobody writes the file, so it is read without locks. `named`: its path in
+    errors, if another.
     """
     how = "mode=ro&immutable=1" if mode == "immutable" else f"mode={mode}"
     name = ":memory:" if str(path) == ":memory:" else f"{Path(path).absolute().as_uri()}?{how}"
@@ -778,9 +779,9 @@ def _connect(
                     f"{name}&vfs=unix-none", uri=True, isolation_level=None, check_same_thread=False
                 )
                 db.execute("PRAGMA locking_mode=EXCLUSIVE")
-            db.execute(_PATIENCE)
+            db.execute(_BUSY_TIMEOUT)
             written_as = db.execute("PRAGMA user_version").fetchone()[0]
-        db.execute(_PATIENCE)
+        db.execute(_BUSY_TIMEOUT)
         if mode == "rwc" and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
             # With a write-ahead log, readers never wait, and a commit survives the process without
             # a disk flush.
@@ -802,10 +803,6 @@ def _connect(
     return db
 
 
-def _is_exclusive(db: sqlite3.Connection) -> bool:
-    return bool(db.execute("PRAGMA locking_mode").fetchone()[0] == "exclusive")
-
-
 def _task_record(row: tuple[Any, ...]) -> TaskRecord:
     number, task_id, env, seed, options, version, fate, step, why, rewards, uses = row
     task = Task(env, int(seed), json.loads(options), task_id)
@@ -821,7 +818,7 @@ def _place(episode: str) -> tuple[str, int, int]:
 
 
 def _storable(why: str) -> str:
-    """Make a reason storable: it may quote environments and models, so hold half characters or
-    megabytes.
+    """A reason that can be stored: it may quote environments and models, and so hold megabytes, or
+    lone surrogates, which UTF-8 cannot encode.
     """
     return why[:2000].encode("utf-8", "replace").decode()

@@ -1,5 +1,5 @@
-"""Reports on a ledger, in words and tables: the fates in a run, and why a task or episode was or
-was not trained.
+"""Reports on a ledger, in sentences and tables: the fates in a run, and why a task or episode was
+or was not trained.
 """
 
 import json
@@ -58,7 +58,7 @@ def explain(ledger: LedgerReader, name: str) -> Explanation:
     if task is not None:
         segments = tuple(ledger.segments(task.number))
         return Explanation(
-            task.task.id, _about_task(task), task, tuple(ledger.episodes(task.number)), segments
+            task.task.id, _explain_task(task), task, tuple(ledger.episodes(task.number)), segments
         )
     task_name, *place = name.rsplit("/", 2)
     task = _find_task(ledger, task_name)
@@ -75,7 +75,7 @@ def explain(ledger: LedgerReader, name: str) -> Explanation:
         s for s in ledger.segments(task.number) if [str(s.member), str(s.attempt)] == place
     )
     return Explanation(
-        name, _about_episode(name, task, plays[-1], episodes), task, tuple(plays), segments
+        name, _explain_episode(name, task, plays[-1], episodes), task, tuple(plays), segments
     )
 
 
@@ -204,7 +204,7 @@ def _no_such_task(ledger: LedgerReader, name: str) -> str:
     )
 
 
-def _about_task(task: TaskRecord) -> str:
+def _explain_task(task: TaskRecord) -> str:
     fate = _fate_of(task)
     if task.fate == "trained":
         mean = sum(task.rewards) / max(len(task.rewards), 1)
@@ -213,7 +213,7 @@ def _about_task(task: TaskRecord) -> str:
     return f"{task.task.id} was not trained{' yet' if task.fate is None else ''}: it {fate}"
 
 
-def _about_episode(
+def _explain_episode(
     name: str, task: TaskRecord, episode: EpisodeRecord, episodes: Sequence[EpisodeRecord]
 ) -> str:
     if episode.fate == "trained":
@@ -221,6 +221,7 @@ def _about_episode(
     sentence = (
         f"{name} was not trained{' yet' if episode.fate is None else ''}: it {_fate_of(episode)}"
     )
+    # Attempts are counted anew in each launch.
     played = (episode.launch, episode.attempt)
     later = [e for e in episodes if e.member == episode.member and (e.launch, e.attempt) > played]
     if later:

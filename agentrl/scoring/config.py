@@ -128,7 +128,7 @@ def _settings_of_part(name: str, identical: _Identical) -> type[Settings]:
         # an instance that is a reward already
         own = NoSettings
     elif callable(factory):
-        own = _of_function(name, factory)
+        own = _keyword_settings(name, factory)
     else:
         raise ConfigError(
             f"the reward {name!r} is {factory!r:.80}; it must be a class or a function of a"
@@ -141,7 +141,7 @@ def _settings_of_part(name: str, identical: _Identical) -> type[Settings]:
     return create_model(own.__qualname__, __base__=own, **PART_SETTINGS)
 
 
-def _of_function(name: str, function: Callable[..., Any]) -> type[Settings]:
+def _keyword_settings(name: str, function: Callable[..., Any]) -> type[Settings]:
     """The keyword-only parameters of a function as settings."""
     parameters = list(inspect.signature(function).parameters.values())
     required = [
@@ -154,21 +154,17 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Settings]:
             f"the reward {name!r} is a function of {len(required)} arguments; write f(trajectory)"
             " -> float, and settings after a star: f(trajectory, *, tolerance: float = 0.0)"
         )
-    hints = typing.get_type_hints(_with_hints(function), include_extras=True)
+    # The types of a partial are those of its function, and the types of an instance those of its
+    # `__call__`.
+    called: Any = unbound(function)
+    called = called if inspect.isroutine(called) else type(called).__call__
+    hints = typing.get_type_hints(called, include_extras=True)
     fields: dict[str, Any] = {
         p.name: (hints.get(p.name, Any), ... if p.default is p.empty else p.default)
         for p in parameters
         if p.kind is p.KEYWORD_ONLY
     }
     return create_model(name, __base__=Settings, **fields)
-
-
-def _with_hints(function: Any) -> Any:
-    """The function that has the types of the parameters: that of a partial, and the `__call__` of
-    an instance.
-    """
-    function = unbound(function)
-    return function if inspect.isroutine(function) else type(function).__call__
 
 
 class RulePoolConfig(Settings):

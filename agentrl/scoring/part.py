@@ -111,12 +111,10 @@ class RewardPart:
         if _is_async(function):
             return function
         if isolation == "process":
-            _check_it_pickles(function, self.name)
+            _check_pickles(function, self.name)
             pool.imports.append(module_of(function))
             return partial(pool.run, function, cached=False)
-        return partial(
-            _call_and_await, partial(_in_thread if isolation == "thread" else _now, function)
-        )
+        return partial(_call_sync, function, threaded=isolation == "thread")
 
 
 def module_of(function: Any) -> str:
@@ -137,7 +135,7 @@ def _is_async(function: Any) -> TypeGuard[Callable[[Any], Awaitable[Any]]]:
     return inspect.iscoroutinefunction(function)
 
 
-def _check_it_pickles(function: Any, name: str) -> None:
+def _check_pickles(function: Any, name: str) -> None:
     try:
         pickle.dumps(function)
     except Exception as error:  # pickle raises whatever the object's own code raises
@@ -147,11 +145,10 @@ def _check_it_pickles(function: Any, name: str) -> None:
         ) from error
 
 
-async def _call_and_await(function: Callable[[Any], Awaitable[Any]], argument: Any) -> Any:
-    """The result of a sync function, which may have returned a coroutine, as a lambda around an
-    async one does.
-    """
-    result = await function(argument)
+async def _call_sync(function: Callable[[Any], Any], argument: Any, *, threaded: bool) -> Any:
+    """The result of a function that does not look async."""
+    result = await _in_thread(function, argument) if threaded else function(argument)
+    # It may have returned a coroutine all the same, as a lambda around an async function does.
     return await result if inspect.isawaitable(result) else result
 
 
@@ -165,10 +162,6 @@ async def _evaluate(rule: Rule, pool: RulePool | None, trajectory: Trajectory) -
     except RuleLimitError as error:
         logger.info("%s: its content is judged wrong", error)
         return float(RewardOffers.of(rule).wrong)
-
-
-async def _now(function: Callable[[Any], Any], argument: Any) -> Any:
-    return function(argument)
 
 
 def _in_thread(function: Callable[[Any], Any], argument: Any) -> "asyncio.Future[Any]":

@@ -32,8 +32,8 @@ OnFailure = Callable[[str], None]
 _ONCE = Retries(reward=0)
 
 
-def _ignore(trajectory_id: str) -> None:
-    """Does not count failures."""
+def _ignore_failure(trajectory_id: str) -> None:
+    """An `OnFailure` for callers that do not count failures."""
 
 
 class RewardPipeline:
@@ -102,15 +102,17 @@ class RewardPipeline:
     async def __aexit__(self, *exc: Any) -> None:
         await self._open.__aexit__(*exc)
 
-    async def score(self, trajectory: Trajectory, failed: OnFailure = _ignore) -> Score:
-        """The sum of the parts that score single trajectories. All are asked at once.
+    async def score(self, trajectory: Trajectory, failed: OnFailure = _ignore_failure) -> Score:
+        """The sum of the parts that score single trajectories, which run concurrently.
 
         Raises:
             ConfigError: a part cannot work with such tasks at all.
         """
         if pipeline := self._by_env.get(trajectory.task.env):
             return await pipeline.score(trajectory, failed)
-        scores_by_part = await _all(self._ask(part, (trajectory,), failed) for part in self._single)
+        scores_by_part = await _gather(
+            self._ask(part, (trajectory,), failed) for part in self._single
+        )
         return total(self._single, [scores[0] for scores in scores_by_part])
 
     def score_turns(self, trajectory: Trajectory) -> Score:
@@ -133,7 +135,7 @@ class RewardPipeline:
         self,
         trajectories: Sequence[Trajectory],
         scores: Sequence[Score],
-        failed: OnFailure = _ignore,
+        failed: OnFailure = _ignore_failure,
     ) -> list[Score]:
         """The members' `scores` so far, with those of the parts that compare members added.
 
@@ -144,7 +146,9 @@ class RewardPipeline:
             return await own.score_group(trajectories, scores, failed)
         if not self._grouped:
             return list(scores)
-        scores_by_part = await _all(self._ask(part, trajectories, failed) for part in self._grouped)
+        scores_by_part = await _gather(
+            self._ask(part, trajectories, failed) for part in self._grouped
+        )
         by_member = zip(*scores_by_part, strict=True)
         return [
             total(self._grouped, of_member, base)
@@ -185,19 +189,17 @@ class RewardPipeline:
             found = [score.status for score in scores if isinstance(score.status, Failed)]
             if not found:
                 return scores
-            if any(status.final for status in found):
+            if any(status.final for status in found):  # another attempt would fail as well
                 break
             if failures <= self._retries.reward:
                 failed(trajectories[0].id)
                 await asyncio.sleep(self._retries.pause(failures))
         if part.watches:
-            self._note(part, scores)
+            self._note_failure(part, scores)
         return scores
 
-    def _note(self, part: RewardPart, scores: Sequence[Score]) -> None:
-        """Tell that a part of weight 0 has failed: the first time in words, and each time in its
-        metric.
-        """
+    def _note_failure(self, part: RewardPart, scores: Sequence[Score]) -> None:
+        """Count the failure of a part of weight 0 in its metric; the first one is also logged."""
         errors = [score.status.error for score in scores if isinstance(score.status, Failed)]
         self._failed[part] += len(errors)
         if part not in self._told:
@@ -224,9 +226,7 @@ class RewardPipeline:
             failed = Score.failed(str(error))
         except RewardError as error:
             failed = Score.failed(str(error), final=error.final)
-        except (
-            RAISED_BY_CODE
-        ) as error:  # a reward is the user's code: anything that it raises is its failure
+        except RAISED_BY_CODE as error:  # the user's code: anything that it raises is its failure
             if is_cancellation(error):
                 raise
             failed = Score.failed(describe(error))
@@ -293,13 +293,11 @@ async def score_trajectory(
     return await RewardPipeline.of(reward, seconds, _ONCE).score(trajectory)
 
 
-async def _all(asked: Iterable[Coroutine[Any, Any, list[Score]]]) -> list[list[Score]]:
-    """The answers, in order; a single question is awaited without a task of its own."""
-    questions = list(asked)
-    if len(questions) == 1:
-        return [await questions[0]]
+async def _gather(calls: Iterable[Coroutine[Any, Any, list[Score]]]) -> list[list[Score]]:
+    """The results of concurrent calls, in order."""
+    calls = list(calls)
+    if len(calls) == 1:  # the usual case needs no task
+        return [await calls[0]]
     async with Flow("reward") as flow:
-        tasks = [
-            flow.start(question, name=str(number)) for number, question in enumerate(questions)
-        ]
+        tasks = [flow.start(call, name=str(number)) for number, call in enumerate(calls)]
     return [task.result() for task in tasks]

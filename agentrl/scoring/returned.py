@@ -1,5 +1,5 @@
-"""Reads what a reward has returned: numbers of any library become floats, and what is no score is
-refused by name.
+"""Reads what a reward has returned: numbers of any library become floats, and everything that is no
+score is rejected, with an error that names it.
 """
 
 import math
@@ -29,15 +29,17 @@ def as_score(returned: Any, turns: int | None = None) -> Score:
         explanations = dict(returned.explanations)
         return replace(returned, parts=dict(returned.parts), explanations=explanations)
     value = finite(_number(returned.value, "the reward returned a Score with the value"))
-    parts = _texts_to(returned.parts, "parts")
-    texts = _texts_to(returned.explanations, "explanations")
+    texts = _check_mapping(returned.explanations, "explanations")
     explanations = {name: str(text) for name, text in texts.items()}
+    parts: dict[str, float] = {}
+    for name, part in _check_mapping(returned.parts, "parts").items():
+        number = _number(part, f"the reward returned a Score with the part {name!r},")
+        parts[name] = finite(number, where=f" for the part {name!r}")
     earned = turn_rewards(returned.turns)
     if turns is not None and len(earned) > turns:
         raise ScoreError(
             f"the reward returned a Score with {len(earned)} turns for an episode of {turns}"
         )
-    named = {name: _part(part, name) for name, part in parts.items()}
     success = None if returned.success is None else read_number(returned.success)
     if returned.success is not None and success not in (0.0, 1.0):
         raise ScoreError(
@@ -49,7 +51,7 @@ def as_score(returned: Any, turns: int | None = None) -> Score:
     return replace(
         returned,
         value=value,
-        parts=named,
+        parts=parts,
         turns=earned,
         explanations=explanations,
         success=verdict,
@@ -99,7 +101,7 @@ def own_metrics(returned: Any) -> dict[str, float]:
         ScoreError: it is no mapping.
     """
     found = {}
-    for name, value in _texts_to(returned, "metrics").items():
+    for name, value in _check_mapping(returned, "metrics").items():
         number = read_number(value)
         if number is not None and math.isfinite(number):
             found[name] = number
@@ -135,11 +137,6 @@ def _number(value: Any, what: str, advice: str = "write a number") -> float:
     return number
 
 
-def _part(value: Any, name: str) -> float:
-    number = _number(value, f"the reward returned a Score with the part {name!r},")
-    return finite(number, where=f" for the part {name!r}")
-
-
 def finite(value: float, what: str = "the reward returned", where: str = "") -> float:
     """A number that can be learned from.
 
@@ -172,7 +169,7 @@ def finite_all(values: Sequence[float], what: str = "the reward returned") -> tu
     return tuple(values)
 
 
-def _texts_to(returned: Any, what: str) -> Mapping[str, Any]:
+def _check_mapping(returned: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
         raise ScoreError(
             f"the reward returned {_describe_value(returned)} for its {what}; write a dict by name"

@@ -172,7 +172,7 @@ class RulePool:
     def _start(self) -> ProcessPool:
         # A fork of a driver with threads could hang.
         context = multiprocessing.get_context("forkserver")
-        # If this starts the fork server, its processes have them at once.
+        # If this starts the fork server, it imports them once for all of its processes.
         context.set_forkserver_preload(self.imports)
         return ProcessPool(
             max_workers=self._config.workers,
@@ -223,9 +223,8 @@ def _call(call: bytes) -> Any:
     except (AgentRLError, MemoryError):
         raise
     except RAISED_BY_CODE as error:
-        raise _RuleRaisedError(
-            describe(error)
-        ) from error  # here, because a traceback does not pickle
+        # Described here, because a traceback does not pickle.
+        raise _RuleRaisedError(describe(error)) from error
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
