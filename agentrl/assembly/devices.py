@@ -43,7 +43,10 @@ async def open_cluster(config: RunConfig, logs: Path | None = None) -> AsyncIter
         ConfigError: there is no such cluster, or nothing fits on its devices.
     """
     engine = in_dtype_of(config.engine, config.trainer)
-    config = _trusting(_keeping_kv(config.model_copy(update={"engine": engine})))
+    config = _allow_remote_code(config.model_copy(update={"engine": engine}))
+    # The engine keeps KV (`engine.kv_on_update`) no longer than a token may be trained on.
+    kept = {"kv_max_staleness": config.rollout.max_staleness}
+    config = _with_settings(config, {"engine": kept})
     if logs is not None and EngineSettingsOffers.of(engine.settings).log is None:
         file = str(logs / "{role}-{number}.log")
         config = _with_settings(config, {"engine": {"log": file}})
@@ -71,11 +74,9 @@ async def device_sharing(
     """
     plan = placed.plan
     time_shared = plan is not None and plan.devices.time_shared
-    sharing = (
-        _time_sharing(placed, plan, engines, trainers)
-        if plan is not None and time_shared
-        else NoSharing()
-    )
+    sharing: DeviceSharing = NoSharing()
+    if plan is not None and time_shared:
+        sharing = _time_sharing(placed, plan, engines, trainers)
     async with AsyncExitStack() as entered:
         async with sharing.starting():  # the devices have room for one side only
             for trainer in trainers:
@@ -93,24 +94,24 @@ def _time_sharing(
 
     sizes = [load.awake["engine"] for load in plan.loads if "engine" in load.awake]
     weights = max(size.parts.get("weights", 0) for size in sizes)
-    why_not = _no_transfer(placed, plan)
-    if why_not is not None:
-        logger.warning("before new weights are sent, the trainer sleeps: %s", why_not)
+    obstacle = _transfer_obstacle(placed, plan)
+    if obstacle is not None:
+        logger.warning("before new weights are sent, the trainer sleeps: %s", obstacle)
     sharing = TimeSharing(
         Tenant("engine", list(map(Sleeper.of_engine, engines)), planned("engine"), weights),
         Tenant("trainer", list(map(Sleeper.of_trainer, trainers)), planned("trainer")),
         trainers[0].free,
         placed.config.placement.switch_seconds,
-        weights_fit=why_not is None,
+        weights_fit=obstacle is None,
     )
     for trainer in trainers:
         trainer.take_turns(sharing.training)
     return sharing
 
 
-def _no_transfer(placed: PlacedCluster, plan: Plan) -> str | None:
-    """Why new weights cannot be sent while the trainer is awake and the engine asleep except for
-    its weights; None if they can.
+def _transfer_obstacle(placed: PlacedCluster, plan: Plan) -> str | None:
+    """The reason why new weights cannot be sent while the trainer is awake and the engine asleep
+    except for its weights; None if they can.
     """
     if placed.config.weights.update == "drain":
         return "the engines are awake before, for the turns that weights.update=drain waits for"
@@ -123,9 +124,9 @@ def _no_transfer(placed: PlacedCluster, plan: Plan) -> str | None:
     )
 
 
-def _trusting(config: RunConfig) -> RunConfig:
-    """The config whose engine and trainers may run the code that comes with the model, if the user
-    has written that.
+def _allow_remote_code(config: RunConfig) -> RunConfig:
+    """The config, in which engine and trainers may run the code that comes with the model, if
+    `model.trust_remote_code` says so.
     """
     if not config.model.trust_remote_code:
         return config
@@ -135,15 +136,8 @@ def _trusting(config: RunConfig) -> RunConfig:
     )
 
 
-def _keeping_kv(config: RunConfig) -> RunConfig:
-    """The config whose engine keeps KV (`engine.kv_on_update`) no longer than a token may be
-    trained on.
-    """
-    return _with_settings(config, {"engine": {"kv_max_staleness": config.rollout.max_staleness}})
-
-
 def _on_engines(config: RunConfig, replicas: int) -> RunConfig:
-    """The config with as many live episodes as fill so many replicas of the engine."""
+    """The config with as many live episodes as fill this number of engines."""
     rollout = config.rollout.with_places(places_of(config, replicas))
     return config.model_copy(update={"rollout": rollout})
 

@@ -59,7 +59,7 @@ class ExactMetrics:
         """The metrics of a run with these parts. If its environment offers some and they would be
         wrong, it warns.
         """
-        enumeration = _enumeration(config)
+        enumeration = _enumeration_of(config)
         obstacle = "" if enumeration is None else _obstacle(config, renderer, enumeration)
         if obstacle:
             logger.warning("the metrics exact/... are left out: %s (docs/oracles.md)", obstacle)
@@ -86,14 +86,14 @@ class ExactMetrics:
         ]
         found = {
             **self.enumeration.metrics(probabilities),
-            "respelled": _respelled(renderer, questions, spelled),
+            "respelled": _largest_respelling(renderer, questions, spelled),
         }
         credit = EnumerationOffers.of(self.enumeration).credit
         if credit is not None:
-            found |= await self._errors(partial(credit, probabilities), groups, batch)
+            found |= await self._advantage_errors(partial(credit, probabilities), groups, batch)
         return {f"exact/{name}": value for name, value in found.items()}
 
-    async def _errors(
+    async def _advantage_errors(
         self,
         credit: Callable[[Trajectory], Sequence[Credit] | None],
         groups: Sequence[Group],
@@ -111,8 +111,8 @@ class ExactMetrics:
         known = [of_turns for of_turns in credits_ if of_turns is not None]
         if len(known) != len(credits_):
             return {}
-        advantages_N = _laid_out(trajectories, known, "advantage", batch)
-        values_N = _laid_out(trajectories, known, "value", batch)
+        advantages_N = _lay_credits(trajectories, known, "advantage", batch)
+        values_N = _lay_credits(trajectories, known, "value", batch)
         if advantages_N is None or values_N is None:  # some episodes or tokens are not trained on
             return {}
         found = compared(batch.advantages_N, advantages_N)
@@ -141,13 +141,13 @@ def compared(found_N: FloatArray, exact_N: FloatArray) -> dict[str, float]:
     }
 
 
-def _respelled(
+def _largest_respelling(
     renderer: TemplateRenderer,
     questions: Sequence[Question],
     spelled: Sequence[Sequence[Mapping[tuple[int, ...], float]]],
 ) -> float:
-    """The largest probability of an answer in other tokens than those that later questions show it
-    in.
+    """The largest probability that an answer is sampled in other tokens than those that later
+    questions show it in.
     """
     rest = [0.0]
     for question, of_question in zip(questions, spelled, strict=True):
@@ -159,7 +159,7 @@ def _respelled(
     return max(rest)
 
 
-def _laid_out(
+def _lay_credits(
     trajectories: Sequence[Trajectory],
     credits_: Sequence[Sequence[Credit]],
     name: str,
@@ -180,7 +180,7 @@ def _laid_out(
     return laid.advantages_N if same else None
 
 
-def _enumeration(config: RunConfig) -> Enumeration | None:
+def _enumeration_of(config: RunConfig) -> Enumeration | None:
     """The offers of the run's environment, if it is unwrapped and runs in this interpreter."""
     if config.env.mixture or config.env.foreign or config.env.all_wrappers:
         return None

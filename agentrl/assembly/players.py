@@ -215,7 +215,7 @@ _WORKER_IMPORTS = (
     "transformers.models.auto.tokenization_auto",
     "renderers.base",
 )
-"""What takes seconds to import, and every rollout worker needs."""
+"""Modules that take seconds to import, and that every rollout worker needs."""
 
 
 def prepare_rollout_workers(config: RunConfig, cluster: Cluster) -> None:
@@ -259,9 +259,9 @@ def frozen_names(config: RunConfig) -> Iterator[tuple[FrozenRoute, str]]:
 async def worker_parts(
     settings: str, model: Path, engine: Callable[[str], Engine]
 ) -> AsyncIterator[MakeRunner]:
-    """What a worker plays with, from a config as YAML: environments or the gateway, the renderer,
-    and the agents that the policy does not play. `engine` finds an engine of the controller by its
-    name.
+    """The parts with which a worker plays, from a config as YAML: environments or the gateway, the
+    renderer, and the agents that the policy does not play. `engine` finds an engine of the
+    controller by its name.
 
     Raises:
         ConfigError: see `episode_player`.

@@ -72,7 +72,7 @@ async def rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Rollo
         # First, so that its errors come before a model is loaded.
         _runner_factory(placed, model, renderer) as make_runner,
         engine_router(config, cluster, model) as engine,
-        reward_of(config, _rules(config, cluster)) as reward,
+        reward_of(config, _rule_pool(config, cluster)) as reward,
         frozen_engines(config, cluster, model) as frozen,
     ):
         runner, tokens = make_runner(engine, frozen), token_budget(config, engine)
@@ -94,8 +94,8 @@ async def _runner_factory(
         EnvEpisodeRunner | AgentEpisodeRunner | WorkerRunner,
     ]
 ]:
-    """What makes the runner of the episodes, in this process or on rollout workers, from the
-    policy's engine and those of frozen agents.
+    """A factory of the episodes' runner, in this process or on rollout workers, from the policy's
+    engine and those of frozen agents.
     """
     config, sampling = placed.config, placed.config.rollout.sampling
     if bounds := config.rollout.worker_range:
@@ -140,7 +140,7 @@ def reward_of(config: RunConfig, rules: RulePool | None = None) -> RewardPipelin
     )
 
 
-def _rules(config: RunConfig, cluster: Cluster) -> RulePool:
+def _rule_pool(config: RunConfig, cluster: Cluster) -> RulePool:
     """The pool of processes that rules run in."""
     count, rules = cluster.config.reward_workers, config.rollout.rules
     if not count:

@@ -46,13 +46,13 @@ class EngineScaling:
             await self._release(number)
 
     @asynccontextmanager
-    async def heeding(self, run: Run, router: Router) -> AsyncIterator[None]:
+    async def handling_requests(self, run: Run, router: Router) -> AsyncIterator[None]:
         """While the block lasts, requests in the run's folder add engines to the router, and remove
         them.
         """
         self.begin(router)
         async with Flow("engine requests") as flow:
-            flow.start(_Heeding(self, run, router, flow).watch(), name="watch")
+            flow.start(_RequestHandler(self, run, router, flow).watch(), name="watch")
             try:
                 yield
             finally:
@@ -70,10 +70,18 @@ class EngineScaling:
         cannot be started again.
 
         Raises:
-            EngineError: it did not start.
+            EngineError: it did not start, or engines and trainer take turns.
             ConfigError: there is no place for it.
         """
-        self._check_turns()
+        plan = self._placed.plan
+        if plan is not None and plan.devices.time_shared:
+            raise EngineError(
+                "engines and trainer take turns on their devices here (placement="
+                f"{self._placed.config.placement.name}), so that all of them are planned: resume"
+                " the run with another cluster.engines, or give each side devices of its own"
+                " (placement=disaggregated)"
+            )
+        # The lowest free number, so that numbers stay small when engines come and go.
         number = next(n for n in range(len(self._places) + 1) if n not in self._places)
         place = self._places[number] = AsyncExitStack()
 
@@ -101,28 +109,13 @@ class EngineScaling:
         await self._release(number)
         return number
 
-    def _check_turns(self) -> None:
-        """Refuse another engine where engines and trainer take turns.
-
-        Raises:
-            EngineError: they do.
-        """
-        plan = self._placed.plan
-        if plan is not None and plan.devices.time_shared:
-            raise EngineError(
-                "engines and trainer take turns on their devices here (placement="
-                f"{self._placed.config.placement.name}), so that all of them are planned: resume"
-                " the run with another cluster.engines, or give each side devices of its own"
-                " (placement=disaggregated)"
-            )
-
     async def _release(self, number: int) -> None:
         if (place := self._places.pop(number, None)) is not None:
             await place.aclose()
 
 
-class _Heeding:
-    """Answers the requests of a run."""
+class _RequestHandler:
+    """Handles the requests in the folder of a run."""
 
     def __init__(self, scaling: EngineScaling, run: Run, router: Router, flow: Flow) -> None:
         self._scaling = scaling
@@ -146,7 +139,8 @@ class _Heeding:
             self._check(request)
             async with Flow(name) as flow:
                 tasks = [
-                    flow.start(_outcome(change), name=str(each)) for each in range(request.count)
+                    flow.start(_result_or_error(change), name=str(each))
+                    for each in range(request.count)
                 ]
             outcomes = [task.result() for task in tasks]
         except EngineError as error:
@@ -209,8 +203,10 @@ class _Heeding:
         return recorded
 
 
-async def _outcome(change: Callable[[], Awaitable[EngineChange]]) -> EngineChange | AgentRLError:
-    """The result of a change. The caller who asked for it handles its failure."""
+async def _result_or_error(
+    change: Callable[[], Awaitable[EngineChange]],
+) -> EngineChange | AgentRLError:
+    """The result of a change, or its failure, so that one failure does not cancel the others."""
     try:
         return await change()
     except AgentRLError as error:

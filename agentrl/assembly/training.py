@@ -100,7 +100,7 @@ class TrainingAssembly(RolloutAssembly):
                 states = state_in_metrics(run.metrics.rows(), newest[0])
             self.state.load(states)
         if self.self_play is not None:
-            # before the weights are published, as that draws the first opponents by these results
+            # Before the weights are published, as that draws the first opponents by these results.
             self.state.add("opponents", self.self_play)
             await self.self_play.begin(newest[0] if newest else 0)
         if newest is None:
@@ -115,7 +115,7 @@ class TrainingAssembly(RolloutAssembly):
 
     def changing_engines(self, run: Run) -> AbstractAsyncContextManager[None]:
         """While the block lasts, `agentrl engines` adds engines to the run, and removes them."""
-        return self.scaling.heeding(run, self.engine)
+        return self.scaling.handling_requests(run, self.engine)
 
     def rollouts(self, run: Run, step: int, teaches: Callable[[Group], bool]) -> Rollouts:
         """A scheduler for the steps from `step` on, of a run whose metrics have been rewound to it.
@@ -132,6 +132,9 @@ class TrainingAssembly(RolloutAssembly):
         if isinstance(tasks, Curriculum):
             for number, task, rewards_G in run.ledger.outcomes():
                 tasks.observe(number, task, rewards_G)
+        disagreement, branches = None, self.config.rollout.branches
+        if branches is not None and branches.at == "disagreement":
+            disagreement = self.state.add("disagreement", Disagreement())
         rollouts = Rollouts(
             self.config.rollout,
             tasks=tasks,
@@ -150,17 +153,10 @@ class TrainingAssembly(RolloutAssembly):
             teaches=teaches,
             places=lambda: places_of(self.config, self.engine.worker_count().alive),
             tokens=self.tokens,
-            disagreement=self._known_disagreement(),
+            disagreement=disagreement,
         )
         run.status.watch(rollouts.status)
         return rollouts
-
-    def _known_disagreement(self) -> Disagreement | None:
-        """What decides where to branch, if earlier trees do; it is kept in checkpoints."""
-        branches = self.config.rollout.branches
-        if branches is None or branches.at != "disagreement":
-            return None
-        return self.state.add("disagreement", Disagreement())
 
 
 @asynccontextmanager
@@ -200,10 +196,8 @@ async def assemble_training(
             others.append((served, teacher.refresh))
             advisors = replace(advisors, teacher=asked_teacher(config, teacher, served))
         self_play = _self_play(rollouts, opponents, model, matches) if matches else None
-        trainers, engines = (
-            [trainer, *advisors.all],
-            [rollouts.engine, *(engine for engine, _ in others), *opponents],
-        )
+        trainers = [trainer, *advisors.all]
+        engines = [rollouts.engine, *(engine for engine, _ in others), *opponents]
         weights = sent_weights(config).config.for_model(model)
         weights = weights.over_machines(placed.cluster.spans_machines)
         async with device_sharing(placed, engines, trainers) as sharing:

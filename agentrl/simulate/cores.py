@@ -21,6 +21,7 @@ class Cores:
         """Wait until a core has computed for so many seconds."""
         if seconds <= 0:
             return
+        # Work is fixed, so the core that is free first and its end are known on arrival.
         ends = max(now(), self._free_at[0]) + seconds
         heapq.heapreplace(self._free_at, ends)
         self._taken += seconds

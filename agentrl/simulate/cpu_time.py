@@ -64,7 +64,7 @@ class RunnerOnCores:
         make_runner: Callable[[Cores], EpisodeRunner],
     ) -> None:
         self._cpu = cpu
-        self._apart = workers > 0
+        self._has_workers = workers > 0
         self._controller = controller
         self.cores = [Cores(1) for _ in range(workers)]
         """Those of the workers."""
@@ -75,14 +75,14 @@ class RunnerOnCores:
     ) -> Sequence[Trajectory]:
         """Play an episode, and compute what it costs."""
         await self._controller.compute(self._cpu.controller_episode_seconds / 2)
-        player = min(self._players, key=lambda one: one.live)
+        player = min(self._players, key=lambda player: player.live)
         player.live += 1
         try:
             played = await player.runner.play(assignment, report)
         finally:
             player.live -= 1
         seconds = self._cpu.controller_episode_seconds / 2
-        if self._apart:
+        if self._has_workers:
             turns = sum(len(trajectory.turns) for trajectory in played)
             seconds += turns * self._cpu.controller_turn_seconds
         await self._controller.compute(seconds)

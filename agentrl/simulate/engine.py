@@ -41,12 +41,13 @@ LengthOf = Callable[[GenerateRequest], int]
 FILLER, END = 1, 0
 """The token that answers consist of, and their last token if the request names no stop token."""
 
-# seconds; a timer may fire early, by the clock's resolution, and must still handle what is due
 _EARLY = 1e-5
-# Answer lengths drawn in advance: seeding a generator per request would cost more than the rest.
+"""Seconds. A timer may fire early, by the clock's resolution, and must still handle what is due."""
 _POPULATION = 1 << 14
-# Finished sessions whose prefix is remembered when the cache has no limit, to bound memory.
+"""Answer lengths drawn in advance: seeding a generator per request would cost more than the rest.
+"""
 _SESSIONS = 1 << 16
+"""Finished sessions whose prefix is remembered when the cache has no limit, to bound memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +76,7 @@ class _Live:
 
 
 class _Cached(NamedTuple):
-    """What a session has left in the cache: KV of so many tokens, none older than the version."""
+    """The KV that a session has left in the cache: so many tokens, none older than the version."""
 
     tokens: int
     version: int
@@ -100,7 +101,7 @@ class SimulatedEngine(Engine):
         self, config: SimulatedEngineConfig | None = None, length_of: LengthOf | None = None
     ) -> None:
         self._config = config or SimulatedEngineConfig()
-        self._length_of = length_of or _drawn_by_seed(self._config)
+        self._length_of = length_of or _draw_by_seed(self._config)
         self._kv_on_update = effective_kv_on_update(
             self._config.kv_on_update, self._config.kv_max_staleness
         )
@@ -116,13 +117,11 @@ class SimulatedEngine(Engine):
         self._resumed: dict[str, int] = {}  # tokens left of interrupted requests
         self._running: dict[_Live, None] = {}
         self._num_waiting = 0
-        self._waiting: list[
-            tuple[int, int, _Live]
-        ] = []  # heaps; entries of ended requests are dropped at the top
+        # Two heaps. Entries of requests that have ended stay until they come to the top.
+        self._waiting: list[tuple[int, int, _Live]] = []
         self._finishing: list[tuple[float, int, _Live]] = []
-        self._prompts = (
-            0  # sums over running requests, which give their KV without a loop: see `_held`
-        )
+        # Sums over running requests, which give their KV without a loop: see `_held`.
+        self._prompts = 0
         self._origins = 0.0
         self._cached: OrderedDict[str, _Cached] = OrderedDict()
         self._cached_sum = 0
@@ -327,6 +326,7 @@ class SimulatedEngine(Engine):
         self._arm()
 
     def _arm(self) -> None:
+        """Set the speed of the token clock, and the timer for its next event."""
         config = self._config
         if not self._running or self._state != "alive":
             if self._timer is not None:
@@ -458,7 +458,8 @@ class SimulatedEngine(Engine):
         self._generated += tokens
 
     def _stop(self, live: _Live) -> None:
-        self._evict()  # before its KV is subtracted: until now, that space was in use
+        # Before its KV is subtracted: evictions that were due while it held the space are made up.
+        self._evict()
         del self._running[live]
         self._prompts -= live.prompt
         self._origins = self._origins - live.origin if self._running else 0.0
@@ -571,7 +572,7 @@ class SimulatedEngine(Engine):
         self._sort_by_finish()
 
 
-def _drawn_by_seed(config: SimulatedEngineConfig) -> LengthOf:
+def _draw_by_seed(config: SimulatedEngineConfig) -> LengthOf:
     lengths = _population(config.answer_tokens, config.seed)
     return lambda request: lengths[request.seed % _POPULATION]
 

@@ -1,8 +1,9 @@
 """Environments that take time and have no content: turns, seconds, rewards and troubles are drawn
 from seeds.
 
-    envs = SimulatedEnvs(SimulatedEnvsConfig(step_seconds=Normal(mean=10, sd=5), hung=0.001),
-    seed=0) host = EnvPool({"simulated": envs}, deadlines)
+    config = SimulatedEnvsConfig(step_seconds=Normal(mean=10, sd=5), hung=0.001)
+    envs = SimulatedEnvs(config, seed=0)
+    host = EnvPool({"simulated": envs}, deadlines)
 
 An episode follows an `EpisodePlan`, and the plan of (task seed, member) never changes: an episode
 that is played again, or under another scheduler, takes the same turns and the same seconds. Only
@@ -76,7 +77,7 @@ class SimulatedEnvs:
     ) -> None:
         self._config = config or SimulatedEnvsConfig()
         self._seed = seed
-        self._plan_of = plan_of or self._drawn
+        self._plan_of = plan_of or self._draw_plan
         self._troubled = (
             self._config.hung + self._config.crash + self._config.fail_slow + self._config.slow_drip
             > 0
@@ -119,7 +120,7 @@ class SimulatedEnvs:
             member, attempt = members.next, 0
             members.next += 1
         self.playing += 1
-        return self._with_trouble(task_seed, member, attempt)
+        return self._draw_attempt(task_seed, member, attempt)
 
     def end(self, attempt: "Attempt", *, whole: bool) -> None:
         """Note that an episode ended as planned (`whole`), or was broken off."""
@@ -129,25 +130,22 @@ class SimulatedEnvs:
         elif (members := self._tasks.get(attempt.task_seed)) is not None:
             members.again.append((attempt.member, attempt.number + 1))
 
-    def _drawn(self, task_seed: int, member: int) -> EpisodePlan:
+    def _draw_plan(self, task_seed: int, member: int) -> EpisodePlan:
         config = self._config
         rng = Random(derive_seed(self._seed, task_seed, member))
         turns = max(1, round(config.turns.sample(rng)))
         reset_seconds = config.reset_seconds.sample(rng)
         sample = config.step_seconds.sample
-        return EpisodePlan(
-            reset_seconds, tuple(sample(rng) for _ in range(turns)), self._reward(task_seed, rng)
-        )
-
-    def _reward(self, task_seed: int, rng: Random) -> float:
-        config = self._config
+        step_seconds = tuple(sample(rng) for _ in range(turns))
         if config.hopeless or config.trivial:
+            # The generator of the task, so that all of its members are of one kind.
             kind = Random(derive_seed(self._seed, task_seed)).random()
             if kind < config.hopeless + config.trivial:
-                return float(kind >= config.hopeless)
-        return float(rng.random() < config.solve_rate)
+                return EpisodePlan(reset_seconds, step_seconds, float(kind >= config.hopeless))
+        return EpisodePlan(reset_seconds, step_seconds, float(rng.random() < config.solve_rate))
 
-    def _with_trouble(self, task_seed: int, member: int, number: int) -> "Attempt":
+    def _draw_attempt(self, task_seed: int, member: int, number: int) -> "Attempt":
+        """The member's plan with the trouble of this attempt, if any."""
         config = self._config
         plan = self._plan_of(task_seed, member)
         if not self._troubled:
@@ -159,6 +157,7 @@ class SimulatedEnvs:
             ("slow_drip", config.slow_drip),
         )
         rng = Random(derive_seed(self._seed, task_seed, member, "trouble", number))
+        # One draw from [0, 1), which the shares divide from 0 on: at most one trouble happens.
         drawn = rng.random()
         for trouble, share in shares:
             if drawn < share:

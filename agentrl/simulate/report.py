@@ -20,14 +20,20 @@ def print_report(report: Report, bound: int, console: Console) -> None:
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     facts.add_column(style="bold")
     facts.add_column()
-    for name, value in _facts(report, bound):
+    for name, value in _rows(report, bound):
         facts.add_row(name, value)
     console.print(Group(facts, "", *_timeline(report)), highlight=False, soft_wrap=True)
 
 
-def _facts(report: Report, bound: int) -> list[tuple[str, str]]:
+def _rows(report: Report, bound: int) -> list[tuple[str, str]]:
     seconds, steps = report.seconds, report.step_seconds
     late = quantiles(steps, n=20)[-1] if len(steps) > 1 else steps[0]
+    # Of processes and cores whose CPU time is not simulated, the load is 0.
+    loads = (
+        ("controller", "busy", report.controller_load),
+        ("workers", "busy on average", report.worker_load),
+        ("env cores", "busy on average", report.env_core_load),
+    )
     return [
         (
             "throughput",
@@ -45,7 +51,7 @@ def _facts(report: Report, bound: int) -> list[tuple[str, str]]:
             f"{report.slot_utilisation:.1%} of its slots in use on average, "
             f"live episodes limited to {report.metrics['live_episodes/limit']:.0f} at the end",
         ),
-        *_processes(report),
+        *((name, f"{how} {load:.1%} of the time") for name, how, load in loads if load),
         ("staleness", f"at most {report.largest_staleness} (bound {bound})"),
         ("  of groups", _shares(report.staleness_groups)),
         ("  of tokens", _shares(report.staleness_tokens)),
@@ -63,16 +69,6 @@ def _facts(report: Report, bound: int) -> list[tuple[str, str]]:
             f"{1e6 * report.cpu_seconds / max(1, report.episodes):.0f} µs an episode",
         ),
     ]
-
-
-def _processes(report: Report) -> list[tuple[str, str]]:
-    """How busy the processes and cores are whose CPU time is counted."""
-    loads = (
-        ("controller", "busy", report.controller_load),
-        ("workers", "busy on average", report.worker_load),
-        ("env cores", "busy on average", report.env_core_load),
-    )
-    return [(name, f"{how} {load:.1%} of the time") for name, how, load in loads if load]
 
 
 def _shares(counts: Counter[int]) -> str:
@@ -109,12 +105,10 @@ def _timeline(report: Report) -> list[str]:
 
 def _spark(values: Sequence[float], most: float) -> str:
     """One character for each of `_COLUMNS` equal spans of time, for the mean of its values."""
-    spans = [
-        values[i * len(values) // _COLUMNS : (i + 1) * len(values) // _COLUMNS]
-        for i in range(_COLUMNS)
-    ]
-    means = [
-        fmean(span) if span else values[min(i * len(values) // _COLUMNS, len(values) - 1)]
-        for i, span in enumerate(spans)
-    ]
-    return "".join(_BLOCKS[min(8, round(8 * mean / most))] for mean in means)
+    blocks = []
+    for column in range(_COLUMNS):
+        begin, end = (n * len(values) // _COLUMNS for n in (column, column + 1))
+        # With fewer values than columns, a span may be empty: it repeats the value at its place.
+        span = values[begin:end] or values[min(begin, len(values) - 1) :][:1]
+        blocks.append(_BLOCKS[min(8, round(8 * fmean(span) / most))])
+    return "".join(blocks)

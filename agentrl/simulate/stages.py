@@ -82,14 +82,14 @@ def workload(rollout: RolloutConfig, simulation: SimulationConfig) -> Workload:
     longest = simulation.prompt_tokens + (rollout.budget.turns - 1) * simulation.observation_tokens
     longest += rollout.budget.most_tokens(rollout.sampling.max_tokens)
     episodes = rollout.groups_per_step * rollout.group_size
-    lengths = _lengths(rollout, simulation, min(episodes, _MOST_DRAWN), longest)
+    lengths = _draw_lengths(rollout, simulation, min(episodes, _MOST_DRAWN), longest)
     return Workload(episodes, turns, turns * answer, observed, longest, lengths)
 
 
-def _lengths(
+def _draw_lengths(
     rollout: RolloutConfig, simulation: SimulationConfig, count: int, longest: int
 ) -> tuple[int, ...]:
-    """The tokens of so many episodes."""
+    """The tokens of so many episodes; empty if all are alike."""
     turns, answers = simulation.env.turns, simulation.engine.answer_tokens
     if isinstance(turns, Constant) and isinstance(answers, Constant):
         return ()
@@ -123,7 +123,7 @@ def _mean(latency: Latency, least: float, most: float) -> float:
 
 
 @lru_cache(maxsize=256)
-def _waiting(lengths: tuple[int, ...], limit: int, attention: float, ranks: int) -> float:
+def _lockstep_ratio(lengths: tuple[int, ...], limit: int, attention: float, ranks: int) -> float:
     if ranks < 2:
         return 1.0
     costs = [length + attention / 2 * length**2 for length in lengths]
@@ -227,7 +227,8 @@ class Stages:
         bandwidth = kind.bandwidth * self._share(devices, "trainer") * self.assume.engine_bandwidth
         if layout.offload and kind.is_gpu:
             bandwidth = kind.host_link * self.assume.links
-        # AdamW reads weight, gradient and two moments, and writes all but the gradient.
+        # AdamW is bound by memory: it reads weight, gradient and two moments, and writes all but
+        # the gradient.
         each = 3 * 4 + 4 * layout.moment_bytes
         optimizer = (
             layout.minibatches * each * trained_parameters(facts, layout) / parts / bandwidth
@@ -274,6 +275,7 @@ class Stages:
         own = divided - experts_elsewhere(facts, mesh) if divided else 0
         trained = trained_parameters(facts, layout)
         batches = self.micro_batches(work, len(ranks))
+        # Gathering or summing among n ranks moves (n - 1) / n of the bytes through each of them.
         # Of a matrix that is divided, only the ranks that have the same part gather it.
         same = max(1, shards // mesh.tensor)
         whole = self._traffic(
@@ -309,7 +311,7 @@ class Stages:
         attention = self.facts.attention / (2 * self.facts.active)
         lengths = lengths[: max(1, len(lengths) // self.trainer.minibatches)]
         parts = ranks // self.trainer.mesh.sample_size
-        return _waiting(lengths, self.trainer.micro_batch_tokens, attention, parts)
+        return _lockstep_ratio(lengths, self.trainer.micro_batch_tokens, attention, parts)
 
     def _traffic(self, micro_batches: float, parameters: int, trained: int) -> float:
         """Bytes of so many parameters, of which so many are trained, that ranks gather and sum in a

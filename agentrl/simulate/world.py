@@ -124,7 +124,8 @@ class World:
     ledger: Path | str = ":memory:"
     weight_update: WeightUpdate = "keep"
     goes_on: bool = False
-    """Stop after the last step as if more were to come: with live groups, whose fate stays open."""
+    """Stop after the last step as if more followed: live groups remain, and their fates stay open.
+    """
 
     def run(
         self, on: Callable[[Callable[[], Coroutine[Any, Any, Report]]], Report] = run_virtual
@@ -133,7 +134,7 @@ class World:
         it really takes.
         """
         started = time.process_time()
-        with _rare_garbage_collection():
+        with _less_garbage_collection():
             report = on(self._main)
         report.cpu_seconds = time.process_time() - started
         return report
@@ -178,7 +179,7 @@ class World:
     def _runner(
         self, router: Router, host: EnvPool, controller: Cores
     ) -> tuple[EpisodeRunner, list[Cores]]:
-        """What plays the episodes, and the cores of the rollout workers."""
+        """The runner of the episodes, and the cores of the rollout workers."""
         cpu, workers = self.simulation.cpu, self.rollout.worker_range
         if cpu == SimulatedCpuConfig():
             return self._runner_on(None, router, host), []
@@ -191,7 +192,7 @@ class World:
         return runner, runner.cores
 
     def _runner_on(self, core: Cores | None, router: Router, host: EnvPool) -> EpisodeRunner:
-        """What plays episodes in a process with this core; without one, turns cost no CPU time."""
+        """The runner in a process with this core; without one, turns cost no CPU time."""
         simulation, config = self.simulation, self.rollout
         if simulation.episode_seconds is not None:
             return SpanEpisodeRunner.drawing(
@@ -293,7 +294,7 @@ def _count_staleness(report: Report, groups: list[Group], step: int) -> None:
 
 
 @contextmanager
-def _rare_garbage_collection() -> Iterator[None]:
+def _less_garbage_collection() -> Iterator[None]:
     """Collect garbage less often: here are few cycles and many objects, and the default costs a
     fifth of the time.
     """
@@ -320,6 +321,7 @@ async def _record_timeline(
                 Moment(now(), int(metrics["live_episodes"]), stats.running, stats.waiting, training)
             )
             if len(report.timeline) == _MAX_TIMELINE_POINTS:
+                # Half as many points, twice as far apart: memory is bounded, and they stay even.
                 del report.timeline[1::2]
                 interval *= 2
             await asyncio.sleep(interval)

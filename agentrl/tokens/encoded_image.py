@@ -1,7 +1,7 @@
-"""`EncodedImage`: a picture as the bytes of a PNG or JPEG file, which have been looked at.
+"""`EncodedImage`: a picture as the bytes of a PNG or JPEG file, which have been checked.
 
 Pictures come from environments, data and agents, so their bytes may be anything. Those of an
-`EncodedImage` are known to decode, to what size, and in little memory.
+`EncodedImage` are known to decode, to a known size, and in little memory.
 """
 
 import base64
@@ -51,8 +51,8 @@ DATA_ADDRESS = re.compile(r"data:(?P<type>[\w/+.-]*)(?P<more>[^,]*),", re.IGNORE
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 
 
-class _Looks(NamedTuple):
-    """What was found in the bytes of a picture."""
+class _ImageFacts(NamedTuple):
+    """Format and size of a picture, as found in its bytes."""
 
     format: ImageFormat
     width: int
@@ -99,8 +99,8 @@ class EncodedImage:
                 " it smaller"
             )
         digest = sha256(data).hexdigest()
-        looks = _known(_Bytes(data, digest))
-        for name, value in (("digest", digest), *looks._asdict().items()):
+        facts = _inspect(_Bytes(data, digest))
+        for name, value in (("digest", digest), *facts._asdict().items()):
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -216,19 +216,14 @@ class _Bytes:
 
 
 @lru_cache(maxsize=4096)
-def _known(given: _Bytes) -> _Looks:
-    """What is in the bytes. Those that have been looked at lately are not decoded again."""
-    assert given.data is not None
-    looks = _look(given.data)
-    given.data = None  # only the digest is kept
-    return looks
-
-
-def _look(data: bytes) -> _Looks:
+def _inspect(file: _Bytes) -> _ImageFacts:
+    """Check the bytes. Those that have been checked lately are not decoded again."""
+    assert file.data is not None
+    data, file.data = file.data, None  # the cache keeps only the digest
     if data.startswith(_PNG):
-        found = _Looks("png", *_png_size(data))
+        facts = _ImageFacts("png", *_png_size(data))
     elif data.startswith(_JPEG):
-        found = _Looks("jpeg", *_jpeg_size(data))
+        facts = _ImageFacts("jpeg", *_jpeg_size(data))
     else:
         other = "WebP" if data[8:12] == b"WEBP" else None
         other = next((what for sign, what in _OTHERS.items() if data.startswith(sign)), other)
@@ -236,8 +231,8 @@ def _look(data: bytes) -> _Looks:
             f"the bytes are {f'a {other} file' if other else 'no picture'} (they begin with"
             f" {data[:12]!r}): write PNG or JPEG"
         )
-    _decode(data, found)
-    return found
+    _check_decodes(data, facts)
+    return facts
 
 
 def _check_size(width: int, height: int) -> None:
@@ -267,6 +262,8 @@ def _png_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         end = at + 12 + int.from_bytes(data[at : at + 4])
         if end > len(data):
             return
+        # A chunk: length (4 bytes), kind (4), content, checksum (4). 13 bytes of content are enough
+        # for the size, in IHDR.
         yield data[at + 4 : at + 8], data[at + 8 : min(end - 4, at + 21)]
         at = end
 
@@ -284,28 +281,29 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
             height, width = (int.from_bytes(data[place : place + 2]) for place in (at + 5, at + 7))
             _check_size(width, height)
             return width, height
+        # Some markers have no length after them, and bytes 0xFF may be repeated to fill.
         alone = marker == 0x01 or 0xD0 <= marker <= 0xD7
         at += 1 if marker == 0xFF else 2 if alone else 2 + int.from_bytes(data[at + 2 : at + 4])
     raise ImageError("the JPEG is cut off or damaged: its size is missing")
 
 
-def _decode(data: bytes, found: _Looks) -> None:
+def _check_decodes(data: bytes, facts: _ImageFacts) -> None:
     """Decode a picture once, as its readers will do."""
     from PIL import Image
 
     try:
-        with Image.open(BytesIO(data), formats=(found.format.upper(),)) as image:
-            if image.size != (found.width, found.height) or image.mode not in _MODES:
+        with Image.open(BytesIO(data), formats=(facts.format.upper(),)) as image:
+            if image.size != (facts.width, facts.height) or image.mode not in _MODES:
                 raise ImageError(
                     f"the picture is {image.width} x {image.height} in {image.mode}, and"
                     f" {', '.join(_MODES)} are taken: convert it to RGB"
                 )
-            if image.format != found.format.upper() or getattr(image, "n_frames", 1) != 1:
+            if image.format != facts.format.upper() or getattr(image, "n_frames", 1) != 1:
                 raise ImageError(f"the file ({image.format}) holds several pictures: write one")
             image.load()
     except ImageError:
         raise
     except Exception as error:  # Pillow raises what the bytes make it stumble over
         raise ImageError(
-            f"the {found.format.upper()} cannot be decoded: {error} ({type(error).__name__})"
+            f"the {facts.format.upper()} cannot be decoded: {error} ({type(error).__name__})"
         ) from error

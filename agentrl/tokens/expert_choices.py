@@ -48,15 +48,15 @@ class ChoiceSpan:
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoices:
-    """What is known of the experts of a context's tokens. Where spans overlap, the first counts:
-    that of the call that computed the token first.
+    """The known experts of a context's tokens. Where spans overlap, the first counts: that of the
+    call that computed the token first.
     """
 
     spans: tuple[ChoiceSpan, ...] = ()
 
     @classmethod
     def of(cls, start: int, chosen_TLK: ChosenExperts) -> "ExpertChoices":
-        """Those of the tokens from `start` on."""
+        """The choices for the tokens from `start` on."""
         span = ChoiceSpan(start, len(chosen_TLK), chosen_TLK)
         return cls((span,)) if len(chosen_TLK) else cls()
 
@@ -72,7 +72,7 @@ class ExpertChoices:
         return min((span.start for span in self.spans), default=0)
 
     def until(self, stop: int) -> "ExpertChoices":
-        """Those of the tokens before `stop`."""
+        """The choices for the tokens before `stop`."""
         return ExpertChoices(
             tuple(
                 replace(span, tokens=min(span.stop, stop) - span.start)
