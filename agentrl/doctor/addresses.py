@@ -1,5 +1,5 @@
-"""What the doctor asks of others: whether the reward's judge answers, whether ports are free, and
-whether endpoints tell the time of this machine.
+"""Checks of the addresses in a config: the reward's judge answers, ports are free, and the clocks
+of servers agree with this machine's.
 """
 
 import asyncio
@@ -21,22 +21,22 @@ from agentrl.net.http_client import http_client
 from agentrl.protocols.component_settings import ServerOffers
 from agentrl.scoring.config import RewardsConfig
 
-_PATIENCE = 5.0
-"""Seconds in which a judge that has not answered is asked again."""
+_TIMEOUT = 5.0
+"""Seconds for the answer of a server; a judge is retried within them."""
 _LARGEST_SKEW = 60.0
 """Seconds of a clock; the header `Date` has whole ones, and answers take some."""
 
 
 async def address_diagnoses(config: RunConfig) -> AsyncGenerator[Diagnosis, None]:
     """Everything about addresses that the config names."""
-    for one in _ports(config):
-        yield one
-    yield await _reward(config)
+    for diagnosis in _check_port(config):
+        yield diagnosis
+    yield await _check_reward(config)
     for url in _endpoints(config):
-        yield await _endpoint(url)
+        yield await _check_endpoint(url)
 
 
-def _ports(config: RunConfig) -> Iterator[Diagnosis]:
+def _check_port(config: RunConfig) -> Iterator[Diagnosis]:
     """The port that the run will listen on, if the config names one."""
     gateway = config.gateway
     if gateway.port == 0:
@@ -58,28 +58,28 @@ def _ports(config: RunConfig) -> Iterator[Diagnosis]:
     yield Diagnosis("ports", f"{where} is free")
 
 
-async def _reward(config: RunConfig) -> Diagnosis:
+async def _check_reward(config: RunConfig) -> Diagnosis:
     """Start all parts of the reward. Judges are asked which models they serve."""
     began = now()
     names = ", ".join(part.name for part in config.reward.parts)
-    hurried = config.model_copy(update={"reward": _impatient(config.reward)})
+    quick = config.model_copy(update={"reward": _with_few_retries(config.reward)})
     try:
-        async with reward_of(hurried):
+        async with reward_of(quick):
             return Diagnosis("reward", f"{names}: ready in {now() - began:.1f} s")
     except (AgentRLError, OSError) as error:
         remedy = "start what it needs, or mend its address or key in the section reward"
         return Diagnosis("reward", str(error), remedy)
 
 
-def _impatient(rewards: RewardsConfig) -> RewardsConfig:
-    """The same parts, which give up soon."""
-    parts = tuple(
-        replace(part, settings=part.settings.model_copy(update={"budget": _PATIENCE, "retries": 2}))
-        if "budget" in type(part.settings).model_fields
-        else part
-        for part in rewards.parts
-    )
-    return replace(rewards, parts=parts)
+def _with_few_retries(rewards: RewardsConfig) -> RewardsConfig:
+    """The same parts, in which judges give up soon."""
+    parts = []
+    for part in rewards.parts:
+        settings = part.settings
+        if "budget" in type(settings).model_fields:
+            settings = settings.model_copy(update={"budget": _TIMEOUT, "retries": 2})
+        parts.append(replace(part, settings=settings))
+    return replace(rewards, parts=tuple(parts))
 
 
 def _endpoints(config: RunConfig) -> Iterator[str]:
@@ -96,14 +96,14 @@ def _endpoints(config: RunConfig) -> Iterator[str]:
         yield f"{split.scheme}://{split.netloc}"
 
 
-async def _endpoint(url: str) -> Diagnosis:
-    """Whether a server answers at all, how soon, and whether it has our time."""
+async def _check_endpoint(url: str) -> Diagnosis:
+    """Check that a server answers, and that its clock agrees with ours."""
     began = now()
     try:
-        async with http_client() as client, asyncio.timeout(_PATIENCE):
+        async with http_client() as client, asyncio.timeout(_TIMEOUT):
             answer = await client.get(url)
     except (httpx.HTTPError, TimeoutError) as error:
-        words = f"no answer in {_PATIENCE:g} s" if isinstance(error, TimeoutError) else str(error)
+        words = f"no answer in {_TIMEOUT:g} s" if isinstance(error, TimeoutError) else str(error)
         remedy = "start the server, or mend its address; HTTP_PROXY and NO_PROXY count here"
         return Diagnosis("server", f"{url}: {words}", remedy)
     seconds = now() - began

@@ -24,7 +24,7 @@ from agentrl.settings.yaml_values import in_yaml
 GOAL = 8
 """Numbers of an episode."""
 _LEARNED, _IMPROVED = 0.55, 0.2
-"""The mean reward that a sound installation reaches, and by how much it then has improved."""
+"""The mean reward that a sound installation reaches, and its least improvement."""
 
 
 class Counting(TextEnv):
@@ -66,7 +66,7 @@ def counting_config(config: RunConfig, folder: str) -> LoadedConfig:
 
 
 def counting_diagnosis(rewards: Sequence[float], seconds: float) -> Diagnosis:
-    """What the mean rewards of the steps say."""
+    """The diagnosis by the mean rewards of the steps."""
     first, last = fmean(rewards[:2]), fmean(rewards[-2:])
     words = f"reward {first:.2f} -> {last:.2f} in {len(rewards)} steps and {seconds:.0f} s"
     if last >= _LEARNED and last >= first + _IMPROVED:

@@ -92,19 +92,15 @@ def _config(loaded: LoadedConfig) -> Diagnosis:
     return Diagnosis("config", f"a run of {loaded.config.recipe.name} could start")
 
 
-def _with_large_steps(config: RunConfig) -> RunConfig:
-    """The same, with a learning rate at which one step is seen."""
-    fields = type(config.trainer.settings).model_fields
+def _trial_config(loaded: LoadedConfig, folder: Path) -> LoadedConfig:
+    """The config of the trial: in a separate folder, with large steps, and without trackers."""
+    config = loaded.config
+    # A learning rate at which the effect of one step shows.
     large = {"lr": _LARGE_LR, "schedule": "constant", "warmup_steps": 0, "minibatches": 1}
-    changed = {name: value for name, value in large.items() if name in fields}
-    settings = config.trainer.settings.model_copy(update=changed)
-    return config.model_copy(update={"trainer": replace(config.trainer, settings=settings)})
-
-
-def _as_run_in(loaded: LoadedConfig, folder: Path) -> LoadedConfig:
-    """The same, with a folder of its own, large steps, and no trackers."""
-    config = _with_large_steps(loaded.config)
-    changed = {"run_dir": folder, "trackers": ()}
+    fields = type(config.trainer.settings).model_fields
+    known = {name: value for name, value in large.items() if name in fields}
+    trainer = replace(config.trainer, settings=config.trainer.settings.model_copy(update=known))
+    changed = {"run_dir": folder, "trackers": (), "trainer": trainer}
     return LoadedConfig(config.model_copy(update=changed), loaded.origins)
 
 
@@ -112,7 +108,7 @@ async def _trial(loaded: LoadedConfig, folder: Path) -> AsyncGenerator[Diagnosis
     # As a recipe is loaded: by its address, since it imports all that recipes import.
     trial_diagnoses = plugins.load("recipes", "agentrl.doctor.trial:trial_diagnoses")
     try:
-        with _quiet(), Run(_as_run_in(loaded, folder), Console(file=io.StringIO())) as run:
+        with _quiet(), Run(_trial_config(loaded, folder), Console(file=io.StringIO())) as run:
             async with aclosing(trial_diagnoses(run)) as diagnoses:
                 async for one in diagnoses:
                     yield one

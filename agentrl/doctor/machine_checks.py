@@ -97,7 +97,7 @@ def _packages(facts: MachineFacts) -> Iterator[Diagnosis]:
     """Versions, packages that are there twice, and pairs that do not work together."""
     names = ("agentrl-train", "torch", "transformers", *_VLLM, "ray", "deepspeed", "peft")
     known = [f"{name} {_version(facts, name)}" for name in names if _version(facts, name)]
-    found = [*_wrong_versions(facts), *_doubled(facts), *_bad_pairs(facts)]
+    found = [*_wrong_versions(facts), *_duplicates(facts), *_bad_pairs(facts)]
     yield from found
     if not facts.requirements:
         words = f"{', '.join(known)}; agentrl itself is not installed, so its pins are unknown"
@@ -108,25 +108,20 @@ def _packages(facts: MachineFacts) -> Iterator[Diagnosis]:
 
 def _wrong_versions(facts: MachineFacts) -> Iterator[Diagnosis]:
     """Installed packages outside of the versions that agentrl is made for."""
-    told = set()
+    reported = set()
     for requirement in map(Requirement, facts.requirements):
         version = _version(facts, requirement.name)
-        extra = _extra_of(requirement)
         if not version:
-            if extra is None and requirement.marker is None:
+            # Those with a marker are of an extra, or of another platform.
+            if requirement.marker is None:
                 words = f"{requirement.name} is missing, which every run needs"
                 yield Diagnosis("packages", words, f"pip install '{requirement}'")
             continue
-        if not _admits(requirement, version) and requirement.name not in told:
-            told.add(requirement.name)
+        if not _admits(requirement, version) and requirement.name not in reported:
+            reported.add(requirement.name)
             wanted = f"{requirement.name}{requirement.specifier}"
             words = f"{requirement.name} {version}, and this agentrl is made for {wanted}"
             yield Diagnosis("packages", words, f"pip install '{wanted}'")
-
-
-def _extra_of(requirement: Requirement) -> str | None:
-    text = str(requirement.marker or "")
-    return text.partition('extra == "')[2].rstrip('"') if "extra ==" in text else None
 
 
 def _admits(requirement: Requirement, version: str) -> bool:
@@ -136,8 +131,10 @@ def _admits(requirement: Requirement, version: str) -> bool:
         return True
 
 
-def _doubled(facts: MachineFacts) -> Iterator[Diagnosis]:
-    """Packages of which Python finds two versions: it imports the first, pip may tell the other."""
+def _duplicates(facts: MachineFacts) -> Iterator[Diagnosis]:
+    """Packages of which Python finds two versions: it imports the first, and pip may report the
+    other.
+    """
     for name, copies in sorted((facts.copies or {}).items()):
         if len({copy.version for copy in copies}) > 1:
             first, *others = copies
@@ -174,7 +171,7 @@ def _parameters(config: RunConfig) -> int:
 
 
 def _checkpoints(config: RunConfig) -> tuple[int, str]:
-    """Bytes of all checkpoints that are there at once, at most, and what they are."""
+    """The most bytes that the run's checkpoints take, and a sentence about them."""
     kept = config.checkpoint.keep + (config.checkpoint.keep_best if config.checkpoint.best else 0)
     size = _parameters(config) * _CHECKPOINT_BYTES * (kept + 1)
     return size, f"{kept + 1} checkpoints take up to {_gib(size)}"

@@ -75,7 +75,7 @@ class _Trial:
         return await play_members(member, held_out_tasks(config, _EPISODES), config)
 
     async def agreement(self, before: Sequence[Trajectory]) -> AsyncGenerator[Diagnosis, None]:
-        """The same tokens for engine and trainer, before and after a step."""
+        """Compare engine and trainer on the same tokens, before and after a step."""
         trainer, dtype = self.parts.trainer, self._dtype()
         batch = _batch_of(before)
         old_N = await trainer.predict(batch)
@@ -87,6 +87,7 @@ class _Trial:
         async with self.parts.sharing.updating():
             await self.parts.weights.publish(trainer, version=1)
         sent_seconds = now() - began
+        # The change of the step, in logprobs of tokens that were sampled before it.
         change = _gap(await trainer.predict(batch), old_N)
         after = [one for result in await self.play() for one in result.trajectories if one.turns]
         words = f"{batch.num_samples} samples in {step_seconds:.1f} s"
@@ -128,14 +129,11 @@ class _Trial:
             EngineSettingsOffers.of(config.engine.settings).dtype,
             TrainerSettingsOffers.of(config.trainer.settings).dtype,
         }
-        on_cpu = "float32" in written or not _gpus()
-        return "bfloat16" if "bfloat16" in written or not on_cpu else "float32"
+        import torch
 
-
-def _gpus() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+        if "bfloat16" in written:
+            return "bfloat16"
+        return "float32" if "float32" in written or not torch.cuda.is_available() else "bfloat16"
 
 
 def _batch_of(trajectories: Sequence[Trajectory]) -> TrainBatch:
@@ -160,7 +158,7 @@ def _logprobs(gap: float, tolerance: float, batch: TrainBatch) -> Diagnosis:
 
 
 def _environment(config: RunConfig, played: Sequence[MemberResult]) -> Diagnosis:
-    """How the episodes went, and how fast the environment answers."""
+    """Report failures of the episodes, and the speed of the environment."""
     names = ", ".join(config.envs)
     failures = [str(one.failure) for one in played if isinstance(one.failure, Failed)]
     turns = [turn for result in played for one in result.trajectories for turn in one.turns]

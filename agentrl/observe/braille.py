@@ -20,7 +20,8 @@ def braille_curve(values: Sequence[float], width: int, height: int) -> list[str]
     columns, rows = 2 * width, 4 * height
     points = np.asarray(values, np.float64)
     if len(points) > columns:
-        points = np.array([_mean(piece) for piece in np.array_split(points, columns)])
+        pieces = [piece[np.isfinite(piece)] for piece in np.array_split(points, columns)]
+        points = np.array([piece.mean() if len(piece) else np.nan for piece in pieces])
     elif (known := np.isfinite(points)).any():
         places = np.linspace(0, columns - 1, len(points))
         points = np.interp(np.arange(columns), places[known], points[known])
@@ -46,8 +47,3 @@ def braille_curve(values: Sequence[float], width: int, height: int) -> list[str]
                     cells[row // 4, column // 2] |= _DOTS[row % 4][column % 2]
             before = level
     return ["".join(chr(_BLANK + cell) for cell in line) for line in cells.tolist()]
-
-
-def _mean(values: np.ndarray) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else float("nan")

@@ -23,7 +23,7 @@ def draw_curve(rows: Rows, path: Path, title: str) -> None:
     """
     from matplotlib.figure import Figure
 
-    panels: list[Callable[[Axes], None]] = [partial(_draw_whole, rows=rows, title=title)]
+    panels: list[Callable[[Axes], None]] = [partial(_draw_run, rows=rows, title=title)]
     if envs := _matching_names(rows, r"(?:eval/)?envs/(.+)/success"):
         panels.append(partial(_draw_envs, rows=rows, envs=envs))
     if suites := _matching_names(rows, r"eval/([^/]+)/success"):
@@ -45,7 +45,7 @@ def _matching_names(rows: Rows, pattern: str) -> list[str]:
     return list(dict.fromkeys(match[1] for match in found if match))
 
 
-def _draw_whole(axes: "Axes", rows: Rows, title: str) -> None:
+def _draw_run(axes: "Axes", rows: Rows, title: str) -> None:
     trained = [row for row in rows if "reward" in row]
     steps = [row["step"] for row in trained]
     axes.plot(
@@ -96,25 +96,21 @@ def _draw_suites(axes: "Axes", rows: Rows, suites: Sequence[str]) -> None:
 def _draw_evaluated(axes: "Axes", rows: Rows, name: str, label: str, colour: str) -> None:
     """The rates of a metric with their intervals, where it was evaluated."""
     tested = [row for row in rows if name in row]
-    if tested:
-        rates, steps = [row[name] for row in tested], [row["step"] for row in tested]
-        axes.errorbar(
-            steps,
-            rates,
-            _to_interval(tested, name),
-            fmt="o--",
-            capsize=3,
-            color=colour,
-            label=label,
-        )
-
-
-def _to_interval(tested: Rows, name: str) -> list[list[float]]:
-    """The reach of the interval of each evaluation below and above its rate."""
-    rates = [row[name] for row in tested]
-    lows = [row.get(f"{name}_low", rate) for row, rate in zip(tested, rates, strict=True)]
-    highs = [row.get(f"{name}_high", rate) for row, rate in zip(tested, rates, strict=True)]
-    return [
-        [max(0.0, rate - low) for rate, low in zip(rates, lows, strict=True)],
-        [max(0.0, high - rate) for rate, high in zip(rates, highs, strict=True)],
-    ]
+    if not tested:
+        return
+    # Matplotlib takes how far an interval reaches below and above its point.
+    rates, below, above = [], [], []
+    for row in tested:
+        rate = row[name]
+        rates.append(rate)
+        below.append(max(0.0, rate - row.get(f"{name}_low", rate)))
+        above.append(max(0.0, row.get(f"{name}_high", rate) - rate))
+    axes.errorbar(
+        [row["step"] for row in tested],
+        rates,
+        [below, above],
+        fmt="o--",
+        capsize=3,
+        color=colour,
+        label=label,
+    )

@@ -1,4 +1,4 @@
-"""The picture of a run's progress for a terminal, and the line for everything else."""
+"""A run's progress: as a panel for terminals, and as a line for everything else."""
 
 import math
 from collections.abc import Iterator, Mapping

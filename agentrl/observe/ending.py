@@ -1,4 +1,4 @@
-"""`Ending`: why a run has ended, and the command that goes on with it.
+"""`Ending`: why a run has ended, and the command that resumes it.
 
 `status.json` and `summary.json` keep it under "ended":
 
@@ -44,7 +44,7 @@ class Ending:
     checkpoint: int | None
     """The newest checkpoint is after so many steps; None if there is none."""
     resume: str | None
-    """The command that goes on; None if there is nothing to go on with."""
+    """The command that resumes the run; None if there is nothing to resume."""
 
     def as_row(self) -> dict[str, Any]:
         """For a file of JSON."""
@@ -68,7 +68,11 @@ def ending_of(
         return Ending(
             "stopped", f"stopped by {str(error) or 'Ctrl-C'}", None, at, steps, checkpoint, resume
         )
-    return Ending("failed", _reason(error), type(error).__name__, at, steps, checkpoint, resume)
+    # The message of our own errors; the problem of the disk; or the place where it was raised.
+    why = str(error)
+    if not isinstance(error, AgentRLError):
+        why = storage_problem(error) or describe(error)
+    return Ending("failed", why, type(error).__name__, at, steps, checkpoint, resume)
 
 
 def ending_kept(status: Mapping[str, Any], folder: Path, checkpoint: int | None) -> Ending | None:
@@ -98,12 +102,3 @@ def how_to_go_on(folder: Path, checkpoint: int | None) -> str:
 def resume_command(folder: Path) -> str:
     """The command that resumes the run in a folder."""
     return f"agentrl train --resume {shlex.quote(str(folder))}"
-
-
-def _reason(error: BaseException) -> str:
-    """The reason why an error ended a run: its own words, the problem of the disk, or the place in
-    the code where it was raised.
-    """
-    return (
-        str(error) if isinstance(error, AgentRLError) else storage_problem(error) or describe(error)
-    )

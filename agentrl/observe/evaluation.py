@@ -52,10 +52,10 @@ class Evaluation:
         """Success, reward and turns of the scored episodes, and how many episodes failed. Unknown
         values are NaN.
         """
-        values = self._over_episodes() if self.name == HELD_OUT else self._over_tasks()
+        values = self._means_over_episodes() if self.name == HELD_OUT else self._means_over_tasks()
         return {f"{self.prefix}{name}": value for name, value in values.items()}
 
-    def _over_episodes(self) -> dict[str, float]:
+    def _means_over_episodes(self) -> dict[str, float]:
         """Means over episodes: each held-out task is played once."""
         trajectories = [trajectory for trajectory, _ in self.scored]
         known = verdicts(self.scored)
@@ -77,7 +77,7 @@ class Evaluation:
             **by_env(self.scored, self.envs),
         }
 
-    def _over_tasks(self) -> dict[str, float]:
+    def _means_over_tasks(self) -> dict[str, float]:
         """Means over tasks, of which each is the mean of its samples, with pass@k."""
         by_task = defaultdict[str, list[tuple[Trajectory, Score]]](list)
         for trajectory, score in self.scored:

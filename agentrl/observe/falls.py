@@ -11,19 +11,22 @@ from typing import Any
 
 Row = Mapping[str, Any]
 _WINDOW = 50
+"""Steps that are remembered."""
 _BEFORE = 5
+"""Steps before a change that it is compared with."""
 _EXPLODED = 1000.0
+"""Factor over its median from which on the norm of a gradient has exploded."""
 _LOST = 0.2
-"""Of the success that there was, what is left when it has been lost."""
+"""Share of an earlier success below which it counts as lost."""
 _ALONE = 8
-"""Steps at both ends that are compared to see whether the reward has risen without a success. Of
-fewer, the spread may be small by chance, and a reward that only varies be told: one history in a
-hundred with 5."""
+"""Steps at both ends that are compared to see whether the reward has risen without a success. With
+fewer, the spread may be small by chance, and a reward that only varies would raise an alarm: one
+history in a hundred with 5."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A warning about training. `metrics`: what it is about, on whose charts it stands."""
+    """A warning about training. `metrics`: those that it is about; their charts show it."""
 
     text: str
     metrics: tuple[str, ...]
@@ -48,13 +51,13 @@ class History:
     def read(self, row: Row) -> list[Alarm]:
         """The alarms of this step, each once until its condition has ended."""
         found = {
-            ("grad_norm",): self._explosion(row),
-            ("success",): self._loss(row),
-            ("reward", "success"): self._reward_alone(row),
+            ("grad_norm",): self._exploded_gradient(row),
+            ("success",): self._lost_success(row),
+            ("reward", "success"): self._reward_without_success(row),
         }
         return [Alarm(text, metrics) for metrics, text in found.items() if text]
 
-    def _explosion(self, row: Row) -> str:
+    def _exploded_gradient(self, row: Row) -> str:
         norm = row.get("grad_norm", 0.0)
         usual = median(self._norms) if len(self._norms) >= _BEFORE else 0.0
         exploded = 0 < _EXPLODED * usual < norm
@@ -71,7 +74,7 @@ class History:
             " falls"
         )
 
-    def _loss(self, row: Row) -> str:
+    def _lost_success(self, row: Row) -> str:
         success = row.get("success")
         if success is None or isnan(success):
             return ""
@@ -81,6 +84,7 @@ class History:
         self._successes.append(success)
         if self.fallen or len(seen) < 3:
             return ""
+        # Two steps in a row must be low: one may be by chance.
         had = median(seen[:-1][-_BEFORE:])
         if had < 0.3 or max(success, seen[-1]) > _LOST * had:
             return ""
@@ -91,7 +95,7 @@ class History:
             " trainer.lr or raise algorithm.kl; read the episodes of both (`agentrl view`)"
         )
 
-    def _reward_alone(self, row: Row) -> str:
+    def _reward_without_success(self, row: Row) -> str:
         success, reward = row.get("success"), row.get("reward")
         if success is None or reward is None or isnan(success) or isnan(reward) or success > 0:
             self._rewards, self._told = [], False
@@ -100,6 +104,7 @@ class History:
         if self._told or len(self._rewards) < 2 * _ALONE:
             return ""
         first, last = self._rewards[:_ALONE], self._rewards[-_ALONE:]
+        # Noise, small changes and overlapping ends raise no alarm.
         rise = fmean(last) - fmean(first)
         spread = max(pstdev(first), pstdev(last))
         if (

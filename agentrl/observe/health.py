@@ -1,5 +1,5 @@
-"""Signs that learning goes wrong before the reward shows it: of a step's episodes, and of its
-batch.
+"""Early signs that learning goes wrong, which show before the reward does: in a step's episodes,
+and in its batch.
 
 `agentrl/observe/silence.py` has the thresholds, and what to do. Dimension suffixes: N loss tokens,
 G members of a group.
@@ -20,7 +20,7 @@ _WINDOW = 8
 
 
 def episode_health(groups: Sequence[Group]) -> dict[str, float]:
-    """Signs in a step's whole episodes; those of which the step has no case are left out.
+    """Signs in a step's whole episodes; those that the step cannot show are left out.
 
     `health/length_correlation` is Pearson's, of score and sampled tokens;
     `health/reward_by_length/1` to `/4` are the mean scores of the episodes' quarters from the
@@ -95,10 +95,11 @@ def batch_health(trained: TrainedBatch, step: int) -> dict[str, float]:
 def _gaps_by_age(batch: TrainBatch, old_N: FloatArray, step: int) -> dict[str, float]:
     """The mean |engine's - trainer's logprob| of the tokens of each age, in versions.
 
-    At age 0 both have the same weights. So a gap there is none of the policy's changes: the two
-    programs differ, or the engine has not got the weights that it stamps tokens with.
+    At age 0 both have the same weights. So a gap there does not come from changes of the policy:
+    the two programs differ, or the engine does not have the weights that it stamps tokens with.
     """
     gaps_N = np.abs(old_N - batch.rollout_logprobs_N)
+    # Tokens without weight are not of this policy's episodes: -1 leaves them out.
     ages_N = np.where(batch.weights_N > 0, step - batch.versions_N, -1)
     return {
         f"health/logprob_gap/{age}": float(gaps_N[ages_N == age].mean())
@@ -121,6 +122,8 @@ def repetition(answers: Sequence[IntArray]) -> float | None:
     """The share of an answer's passages that stood in it before, over all answers; `None` if those
     that are long enough to repeat any have less than a tenth of the tokens.
     """
+    # Each passage is a window over the tokens, and its hash a sum of tokens times odd random
+    # factors. Two different passages have the same hash once in 2^63.
     factors = np.random.default_rng(0).integers(1, 2**63, _WINDOW, dtype=np.uint64) | np.uint64(1)
     passages = distinct = in_long = 0
     for tokens in answers:
@@ -163,7 +166,9 @@ def disagreement(groups: Sequence[Group]) -> float | None:
 
 
 def _order(values_G: Sequence[float]) -> np.ndarray:
-    """1, 0 or -1 for each two members: whether the first has more."""
+    """[G, G] For each pair of members: 1 if the first has more, -1 if less, 0 if both are equal but
+    for rounding.
+    """
     values = np.asarray(values_G, np.float64)
     apart = values[:, None] - values[None, :]
     return np.where(np.abs(apart) <= ROUNDING * scale_of(values_G), 0.0, np.sign(apart))

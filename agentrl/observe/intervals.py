@@ -62,7 +62,7 @@ def share_over_tasks(values: Sequence[float]) -> Interval:
     found = mean_over_tasks(values)
     if len(values) < 2:
         return found
-    low, high = _with_added(values, (0.0, 0.0, 1.0, 1.0))
+    low, high = _interval_with(values, (0.0, 0.0, 1.0, 1.0))
     low, high = (
         (low, high) if math.isnan(found.low) else (min(low, found.low), max(high, found.high))
     )
@@ -102,12 +102,12 @@ def paired_difference(
     mean = fmean(differences)
     if bound == 0:
         return len(both), Interval(mean, math.nan, math.nan)
-    low, high = _with_added(differences, (-bound, bound))
+    low, high = _interval_with(differences, (-bound, bound))
     return len(both), Interval(mean, max(-bound, min(low, mean)), min(bound, max(high, mean)))
 
 
-def _with_added(values: Sequence[float], added: Sequence[float]) -> tuple[float, float]:
-    """The normal interval of the mean of values to which some were added."""
+def _interval_with(values: Sequence[float], added: Sequence[float]) -> tuple[float, float]:
+    """The normal interval of the mean of the values and some added ones."""
     every = [*values, *added]
     mean, error = fmean(every), _Z * pstdev(every) / math.sqrt(len(every))
     return mean - error, mean + error

@@ -52,6 +52,11 @@ def rollout_metrics(
         for version, count in zip(*np.unique(versions_T, return_counts=True), strict=True)
     }
     lengths = Counter(turn.completion.finish_reason for turn in turns)
+    prompt_tokens = 0
+    for trajectory in trajectories:
+        # The prompt that a branch answers, and those before, count for the episode that it left.
+        own = 0 if trajectory.branch is None else trajectory.branch.turn + 1
+        prompt_tokens += sum(len(turn.prompt_ids) for turn in trajectory.turns[own:])
     return {
         "reward": fmean(score.value for score in scores),
         "reward_std": pstdev(score.value for score in scores),
@@ -66,12 +71,12 @@ def rollout_metrics(
         "success": success_share(list(zip(trajectories, scores, strict=True))),
         "turns": fmean(len(trajectory.turns) for trajectory in trajectories),
         "sampled_tokens": float(sum(one.num_played_tokens for one in trajectories)),
-        "prompt_tokens": float(sum(map(_new_prompt_tokens, trajectories))),
+        "prompt_tokens": float(prompt_tokens),
         "forked_turns": float(sum(turn.forked for turn in turns)),
         "forked_share": sum(turn.forked for turn in turns) / max(1, len(turns) - len(trajectories)),
         "cut_answers": lengths["length"] / max(1, len(turns)),
-        **_reasoning(trajectories),
-        **_calls(trajectories),
+        **_reasoning_metrics(trajectories),
+        **_call_metrics(trajectories),
         "truncated": fmean(trajectory.status.name == "truncated" for trajectory in trajectories),
         **({"segments": float(len(parts_of_episodes))} if parts_of_episodes else {}),
         "mixed_groups": fmean(group.has_signal for group in groups),
@@ -91,14 +96,6 @@ def rollout_metrics(
     }
 
 
-def _new_prompt_tokens(trajectory: Trajectory) -> int:
-    """Tokens of an episode's prompts that no other has. A branch answers a prompt that is counted
-    for the episode that it has left.
-    """
-    own = 0 if trajectory.branch is None else trajectory.branch.turn + 1
-    return sum(len(turn.prompt_ids) for turn in trajectory.turns[own:])
-
-
 def masked_shares(groups: Sequence[Group], made: TracedBatch) -> dict[str, float]:
     """The share of the whole episodes of a batch of which no token carries a loss, and that of all
     its new tokens.
@@ -114,8 +111,8 @@ def masked_shares(groups: Sequence[Group], made: TracedBatch) -> dict[str, float
 
 
 def same_answers(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The share of whole episodes whose answers, of all turns, are those of the commonest; of
-    different tasks only.
+    """The share of whole episodes that have the commonest answers, in all of their turns. Nothing
+    if they are of too few different tasks.
     """
     said = Counter(
         tuple(answer.tobytes() for answer in columns_of(one.turns).answers())
@@ -134,7 +131,7 @@ def _versions(group: Group) -> IntArray:
     return np.concatenate([np.empty(0, np.int32), *versions])
 
 
-def _reasoning(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _reasoning_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The share of reasoning in answers, and of answers that ended within it."""
     thought = [
         (message, turn)
@@ -159,7 +156,7 @@ def _reasoning(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _calls(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _call_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Metrics of the calls of programs and their samples; nothing for environments, which make
     none."""
     kinds = Counter(
@@ -215,8 +212,8 @@ def by_env(scored: Sequence[tuple[Trajectory, Score]], envs: Sequence[str]) -> d
 
 def verdicts(scored: Iterable[tuple[Trajectory, Score]]) -> list[bool]:
     """The success of each episode, without those of which nothing tells."""
-    told = (succeeded(*pair) for pair in scored)
-    return [verdict for verdict in told if verdict is not None]
+    found = (succeeded(*pair) for pair in scored)
+    return [verdict for verdict in found if verdict is not None]
 
 
 def success_share(scored: Iterable[tuple[Trajectory, Score]]) -> float:

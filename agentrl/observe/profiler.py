@@ -95,7 +95,7 @@ class Profiler(AbstractContextManager["Profiler"]):
         if self._recording is not None and self._recording.is_over:
             self._stop()
         if self._folder.is_dir():
-            # Others are not written to the end.
+            # Names with a leading dot are files that are still being written.
             for request in sorted(self._folder.glob(f"[!.]*{REQUEST}")):
                 self._answer(request)
         return _TICK_SECONDS
@@ -132,7 +132,7 @@ class _Recording:
         self._written_to = path if seconds is None else unfinished(path)
         self._usage = Usage()
         self._export = SpanExport.configured(path.parents[1].name)
-        self._costs = _costs()
+        self._costs = _measure_costs()
         self._stack = ExitStack()
         self._file = self._stack.enter_context(TraceFile(self._written_to))
         self._epoch = datetime.now(UTC).timestamp() - time.monotonic()
@@ -180,7 +180,7 @@ class _Recording:
         for (group, name), value in sorted(levels.items()):
             self._file.level(group, name, _PERCENT, begin, value)
         self._file.flush()
-        # What this call costs is in the next one's counter.
+        # The cost of this call goes into the next one's counter.
         self._written_in = time.thread_time() - started
 
     def finish(self) -> None:
@@ -218,11 +218,11 @@ def resource_of(group: str) -> str:
     return re.sub(r" \d+$", "", group)
 
 
-def _costs() -> tuple[float, float]:
+def _measure_costs() -> tuple[float, float]:
     """The cost of a span, and of a turn of the event loop, in seconds; medians, as RL-Scope
     calibrates its book-keeping.
 
-    What begins in other threads meanwhile is not recorded, since no trace has begun.
+    Spans of other threads are not recorded meanwhile, as no trace has begun.
     """
 
     async def of_spans() -> float:

@@ -206,7 +206,7 @@ def read_reports(folder: Path) -> dict[str, EvaluationReport]:
             f"{folder} has no reports of evaluations: name a run that was evaluated, or what"
             " `agentrl eval` wrote"
         )
-    return {name: _read(path) for name, (_, _, path) in sorted(newest.items())}
+    return {name: _read_report(path) for name, (_, _, path) in sorted(newest.items())}
 
 
 def compare(
@@ -218,7 +218,8 @@ def compare(
         ConfigError: they have no task in common.
     """
     shared = sorted(first.keys() & second.keys())
-    found = [made for name in shared if (made := _compare(first[name], second[name])) is not None]
+    made = [_compare_one(first[name], second[name]) for name in shared]
+    found = [comparison for comparison in made if comparison is not None]
     if not found:
         reasons = "; ".join(f"{name}: {difference(first[name], second[name])}" for name in shared)
         raise ConfigError(
@@ -231,7 +232,7 @@ def compare(
     return found
 
 
-def _compare(one: EvaluationReport, other: EvaluationReport) -> Comparison | None:
+def _compare_one(one: EvaluationReport, other: EvaluationReport) -> Comparison | None:
     """The comparison of two evaluations; None if they have no task in common."""
     if one.conditions.sampling != other.conditions.sampling:
         return None
@@ -260,13 +261,15 @@ def _compare(one: EvaluationReport, other: EvaluationReport) -> Comparison | Non
 
 
 def difference(one: EvaluationReport, other: EvaluationReport) -> str:
-    """In what two evaluations differ that keeps tasks from being compared, in words; empty where
-    only tasks are.
+    """The differences of two evaluations that keep tasks from being compared, in words; empty if
+    they only have different tasks.
     """
     found = []
-    if differing := _differing(one.conditions.sampling, other.conditions.sampling):
+    if differing := _describe_differences(one.conditions.sampling, other.conditions.sampling):
         found.append(f"they were sampled differently ({differing})")
-    if differing := _differing(one.conditions.environments, other.conditions.environments):
+    if differing := _describe_differences(
+        one.conditions.environments, other.conditions.environments
+    ):
         found.append(f"their environments differ ({differing})")
     own = {task for task in one.tasks if isinstance(task, PlayedTask)}
     others = {task for task in other.tasks if isinstance(task, PlayedTask)}
@@ -288,7 +291,7 @@ _LESS: Mapping[str, Callable[[PlayedTask], PlayedTask]] = {
 """Tasks without what may differ between those of two evaluations."""
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def _describe_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """The entries of two mappings that differ, with both values."""
     said = [
         f"{key}: {_format_setting(one, key)} and {_format_setting(other, key)}"
@@ -327,7 +330,7 @@ def _written(path: Path) -> float:
         return path.stat().st_mtime
 
 
-def _read(path: Path) -> EvaluationReport:
+def _read_report(path: Path) -> EvaluationReport:
     try:
         raw = json.loads(path.read_text())
         if "conditions" not in raw and "episodes" in raw:
@@ -335,20 +338,16 @@ def _read(path: Path) -> EvaluationReport:
                 f"{path} was written by an earlier version, which did not keep what its tasks are:"
                 " evaluate again with `agentrl eval`"
             )
-        episodes = tuple(_episode(episode) for episode in raw["episodes"])
+        episodes = []
+        for row in raw["episodes"]:
+            played = None if row["played"] is None else PlayedTask(**row["played"])
+            episodes.append(EpisodeResult(row["task"], row["success"], row["score"], played))
         conditions = Conditions(**raw["conditions"])
         return EvaluationReport(
-            raw["name"], raw["step"], raw["metrics"], episodes, conditions, path
+            raw["name"], raw["step"], raw["metrics"], tuple(episodes), conditions, path
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no report of an evaluation: {error!r}") from error
-
-
-def _episode(row: Mapping[str, Any]) -> EpisodeResult:
-    played = row["played"]
-    return EpisodeResult(
-        row["task"], row["success"], row["score"], None if played is None else PlayedTask(**played)
-    )
 
 
 def _digest(text: str) -> str:

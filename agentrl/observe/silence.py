@@ -11,9 +11,9 @@ from agentrl.rollout.budget import Budget
 
 Row = Mapping[str, Any]
 IN_A_ROW = 3
-"""Steps in a row after which a condition is no accident."""
+"""Consecutive steps before a condition is reported."""
 _GAP = 0.1
-"""Nats by which an engine in bfloat16 and a trainer do not differ on average."""
+"""Largest mean gap between an engine in bfloat16 and a trainer that is normal, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,10 @@ class Condition:
     metrics: tuple[str, ...]
     """Names of the metrics (`Alarm`)."""
     steps: int = IN_A_ROW
-    """Steps in a row after which to tell it."""
+    """Consecutive steps before it is reported."""
     blames_tasks: bool = False
-    """True if it is no news where success has just been lost, and blames the tasks for that."""
+    """True if its text blames the tasks: it is not reported while success is lost, which has
+    another cause."""
 
 
 def conditions(
@@ -85,8 +86,8 @@ def conditions(
                     f" {'each group' if row['mixed_groups'] == 0 else 'nine groups in ten'} scored"
                     f" the same (mean reward {row['reward']:.3g}), so"
                     f" {'nothing' if row['mixed_groups'] == 0 else 'little'} can be learned: the"
-                    f" tasks are {_how_hard(row)}. Try other tasks, a larger rollout.group_size, or"
-                    f" recipe.demonstrations{_only_the_bonus(row)}"
+                    f" tasks are {_describe_difficulty(row)}. Try other tasks, a larger"
+                    f" rollout.group_size, or recipe.demonstrations{_bonus_note(row)}"
                 ),
                 ("mixed_groups",),
                 blames_tasks=True,
@@ -95,15 +96,17 @@ def conditions(
     return found
 
 
-def _how_hard(row: Row) -> str:
+def _describe_difficulty(row: Row) -> str:
     success = row.get("success", 0.5)
-    return (
-        "too easy" if success >= 0.9 else "too hard" if success <= 0.1 else "too hard or too easy"
-    )
+    if success >= 0.9:
+        return "too easy"
+    return "too hard" if success <= 0.1 else "too hard or too easy"
 
 
-def _only_the_bonus(row: Row) -> str:
-    """The effect meanwhile of a loss with a bonus on entropy, where no group gives a direction."""
+def _bonus_note(row: Row) -> str:
+    """A note for losses with a bonus on entropy: without a signal from groups, the bonus acts
+    alone.
+    """
     if row["mixed_groups"] > 0 or "policy_entropy" not in row:
         return ""
     return (
@@ -112,7 +115,7 @@ def _only_the_bonus(row: Row) -> str:
     )
 
 
-def _still_blocks(row: Row) -> list[str]:
+def _blocks_without_gradient(row: Row) -> list[str]:
     return [
         name for name, value in row.items() if name.startswith("grad_norm/blocks/") and value == 0.0
     ]
@@ -194,11 +197,11 @@ _HEALTH = (
         ("reasoning/cut",),
     ),
     Condition(
-        lambda row: row.get("grad_norm", 0.0) > 0.0 and bool(_still_blocks(row)),
+        lambda row: row.get("grad_norm", 0.0) > 0.0 and bool(_blocks_without_gradient(row)),
         lambda row: (
-            f"no gradient reaches a part of the model's blocks ({', '.join(_still_blocks(row))} are"
-            " 0), while others learn: see which of its parameters are frozen, and"
-            " trainer.lora.targets"
+            "no gradient reaches a part of the model's blocks"
+            f" ({', '.join(_blocks_without_gradient(row))} are 0), while others learn: see which of"
+            " its parameters are frozen, and trainer.lora.targets"
         ),
         ("grad_norm/blocks/1", "grad_norm/blocks/2", "grad_norm/blocks/3", "grad_norm/blocks/4"),
     ),
@@ -244,8 +247,8 @@ _HEALTH = (
 
 @dataclass(slots=True)
 class Silence:
-    """Reads the rows of `metrics.jsonl` in order; says each thing once, and again only after it has
-    ended.
+    """Reads the rows of `metrics.jsonl` in order; gives each warning once, and again only after its
+    condition has ended.
     """
 
     conditions: Sequence[Condition]
@@ -261,15 +264,15 @@ class Silence:
         """The warnings that this row gives rise to."""
         self._player = row.get("demonstrations/success", self._player)
         if "eval/success" in row:
-            return self._of_evaluation(row)
-        return (
-            self._of_suite(row)
-            if any(name.startswith("eval/") for name in row)
-            else self._of_step(row)
-        )
+            return self._read_evaluation(row)
+        if any(name.startswith("eval/") for name in row):
+            return self._read_suite(row)
+        return self._read_step(row)
 
-    def _of_suite(self, row: Row) -> list[Alarm]:
-        """An evaluation of a suite is no step, and ends no condition of steps."""
+    def _read_suite(self, row: Row) -> list[Alarm]:
+        """The warnings of an evaluation of a suite, which is no step and ends no condition of
+        steps.
+        """
         warnings: list[Alarm] = []
         for name, share in row.items():
             suite = name.removeprefix("eval/").removesuffix("/same_answers")
@@ -282,10 +285,13 @@ class Silence:
                     f" same answer to different tasks: {_CONSTANT}"
                 )
                 warnings.append(Alarm(text, (f"eval/{suite}/success", name)))
-            (self._constant_suites.add if constant else self._constant_suites.discard)(suite)
+            if constant:
+                self._constant_suites.add(suite)
+            else:
+                self._constant_suites.discard(suite)
         return warnings
 
-    def _of_step(self, row: Row) -> list[Alarm]:
+    def _read_step(self, row: Row) -> list[Alarm]:
         warnings = [
             Alarm(f"in step {row['step']}: {alarm.text}", alarm.metrics)
             for alarm in self._history.read(row)
@@ -300,7 +306,7 @@ class Silence:
                 )
         return warnings
 
-    def _of_evaluation(self, row: Row) -> list[Alarm]:
+    def _read_evaluation(self, row: Row) -> list[Alarm]:
         warnings: list[str] = []
         if self._first is None:
             self._first = row

@@ -228,6 +228,7 @@ class MLflow:
         new = [item for item in cut.items() if item[0] not in known]
         for begin in range(0, len(new), 100):  # as many as a server takes at once
             self._mlflow.log_params(dict(new[begin : begin + 100]))
+        # A parameter that is logged again with another value is an error.
         if changed := {
             f"changed.{key}": value for key, value in cut.items() if known.get(key, value) != value
         }:
@@ -236,10 +237,10 @@ class MLflow:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step."""
         self._mlflow.log_metrics(
-            {self._name_of(name): value for name, value in metrics.items()}, step=step
+            {self._allowed_name(name): value for name, value in metrics.items()}, step=step
         )
 
-    def _name_of(self, name: str) -> str:
+    def _allowed_name(self, name: str) -> str:
         """A metric's name with the characters that MLflow allows: `pass_4` for `pass@4`."""
         allowed = re.sub(r"[^/\w.\- :]", "_", name)
         return allowed.replace("/", ".") if self._in_files else allowed

@@ -1,9 +1,9 @@
-"""`Tracking`: sends what a run measures to its trackers, each in a thread of its own behind a
-bounded queue.
+"""`Tracking`: sends a run's metrics to its trackers, each in a separate thread behind a bounded
+queue.
 
-A tracker is the code of others and talks to servers of others. So none ends a run, and none delays
-a step: what one raises becomes one warning, and so does that one is too slow for what it gets.
-`metrics.jsonl` has everything anyway.
+A tracker is third-party code that talks to third-party servers. So none may end a run or delay a
+step: an exception becomes one warning, and so does a queue that is full. `metrics.jsonl` has
+everything anyway.
 """
 
 import threading
@@ -27,7 +27,7 @@ START_SECONDS = 60.0
 END_SECONDS = 60.0
 """Time at the end of a run for the rows that its trackers have not sent yet, in seconds."""
 AGAIN_SECONDS = 60.0
-"""After how long a tracker that could not begin tries again."""
+"""Between two attempts of a tracker to begin."""
 LAST_SECONDS = 5.0
 """Time after that for the call that a tracker is in, in seconds."""
 _LONGEST = 20_000
@@ -60,12 +60,13 @@ class Tracking:
         again_seconds: float = AGAIN_SECONDS,
     ) -> None:
         self._warn, self._end_seconds, self._last_seconds = warn, end_seconds, last_seconds
-        self._senders = [
-            _Sender(
-                one.name, partial(_add_tags(one, tags).call, folder, config), queued, again_seconds
-            )
-            for one in trackers
-        ]
+        self._senders = []
+        for tracker in trackers:
+            settings = tracker.settings
+            if isinstance(settings, TrackerSettings):
+                settings = settings.tagged(tags)
+            make = partial(replace(tracker, settings=settings).call, folder, config)
+            self._senders.append(_Sender(tracker.name, make, queued, again_seconds))
         for sender in self._senders:
             sender.await_start(start_seconds)
         refused = [str(sender.refusal) for sender in self._senders if sender.refusal is not None]
@@ -117,16 +118,6 @@ class Tracking:
                 self._warn(sender.complaints.popleft())
 
 
-def _add_tags(tracker: Component, tags: Sequence[str]) -> Component:
-    """The tracker with the tags of the run, if its settings have any."""
-    settings = tracker.settings
-    return (
-        replace(tracker, settings=settings.tagged(tags))
-        if isinstance(settings, TrackerSettings)
-        else tracker
-    )
-
-
 class _Sender:
     """A tracker, its queue and its thread, in which it is made, used and closed."""
 
@@ -135,12 +126,8 @@ class _Sender:
     ) -> None:
         self.refusal: ConfigError | None = None
         self.complaints = deque[str]()
-        self._name, self._make, self._queued, self._again_seconds = (
-            name,
-            make,
-            queued,
-            again_seconds,
-        )
+        self._name, self._make = name, make
+        self._queued, self._again_seconds = queued, again_seconds
         self._waiting = deque[_Work]()
         self._changed = threading.Condition()
         self._last: _Work | None = None
@@ -159,7 +146,7 @@ class _Sender:
             )
 
     def send(self, work: _Work) -> None:
-        """Let the tracker do this after what waits already."""
+        """Queue work for the tracker."""
         with self._changed:
             if len(self._waiting) < self._queued:
                 self._waiting.append(work)
@@ -173,7 +160,7 @@ class _Sender:
             )
 
     def end(self, work: _Work) -> None:
-        """Let the tracker do this at last."""
+        """Queue the tracker's last work."""
         with self._changed:
             self._last = work
             self._changed.notify()
@@ -196,7 +183,12 @@ class _Sender:
         tracker = self._begin_tracker()
         if tracker is None:
             return
-        while (work := self._next()) is not None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._last is not None)
+                work = self._waiting.popleft() if self._waiting else None
+            if work is None:
+                break
             self._try(work, tracker)
         if self._last is not None:
             self._try(self._last, tracker)
@@ -218,12 +210,6 @@ class _Sender:
             with self._changed:
                 if self._changed.wait_for(lambda: self._last is not None, self._again_seconds):
                     return None
-
-    def _next(self) -> _Work | None:
-        """The next task; None at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._last is not None)
-            return self._waiting.popleft() if self._waiting else None
 
     def _try(self, work: _Work, tracker: Tracker) -> None:
         try:

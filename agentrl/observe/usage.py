@@ -73,8 +73,8 @@ class Usage:
 
 
 def gpu_readers() -> dict[str, Callable[[], tuple[float, float]]]:
-    """By GPU, what reads its load and the share of its memory that is taken; empty without GPUs, or
-    without NVIDIA's library.
+    """For each GPU, a function that reads its load and the share of its memory in use; empty
+    without GPUs, or without NVIDIA's library.
     """
     try:
         import pynvml
