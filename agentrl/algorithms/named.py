@@ -47,7 +47,7 @@ def _settings_of(pair: NamedPair) -> type[PolicyLoss]:
         changed = FieldInfo(default=default, description=field.description)
         fields[name] = (field.rebuild_annotation(), changed)
     fields["surrogate"] = (Literal[pair.surrogate], fields["surrogate"][1])
-    settings = create_model("Config", __base__=base, **fields)
+    settings: type[PolicyLoss] = create_model("Config", __base__=base, **fields)
     # The class is in no module under its name, so pickle, which takes settings to the ranks of a
     # trainer, would not find it.
     copyreg.pickle(settings, partial(_reduce, pair))

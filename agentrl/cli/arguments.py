@@ -22,9 +22,9 @@ Step = Annotated[
 ]
 
 
-def _settings_with(context: typer.Context, incomplete: str) -> list[str]:
-    """The settings of the command's config whose names begin with what is typed, for the completion
-    of shells.
+def _complete_settings(context: typer.Context, incomplete: str) -> list[str]:
+    """The settings of the command's config whose names begin with the typed text, for shell
+    completion.
     """
     given = (context.params.get(name) for name in ("config", "run", "source", "resume"))
     path = Path(str(next(filter(None, given), "")))
@@ -40,7 +40,7 @@ Overrides = Annotated[
     typer.Argument(
         metavar="[a.b=c ...]",
         help="Settings that override the file's, such as engine=vllm.",
-        autocompletion=_settings_with,
+        autocompletion=_complete_settings,
     ),
 ]
 EnvPython = Annotated[

@@ -37,7 +37,7 @@ def doctor(
     from agentrl import __file__ as package
 
     loaded = load_config(config or Path(package).with_name("demo.yaml"), overrides or [])
-    found = asyncio.run(_print_all(loaded, quick=quick))
+    found = asyncio.run(_examine(loaded, quick=quick))
     wrong = sum(one.wrong for one in found)
     if wrong:
         console.print(f"\n[red]{wrong} of {len(found)} checks have to be mended[/red]")
@@ -45,7 +45,8 @@ def doctor(
     console.print(f"\n[green]nothing has to be mended[/green], by {len(found)} checks")
 
 
-async def _print_all(loaded: LoadedConfig, *, quick: bool) -> list["Diagnosis"]:
+async def _examine(loaded: LoadedConfig, *, quick: bool) -> list["Diagnosis"]:
+    """The diagnoses, each printed as soon as it is known: some take minutes."""
     from agentrl.doctor.examination import examine
 
     found = []
@@ -57,9 +58,11 @@ async def _print_all(loaded: LoadedConfig, *, quick: bool) -> list["Diagnosis"]:
 
 
 def _print(one: "Diagnosis") -> None:
-    mark, style = (
-        ("!!", "red") if one.wrong else ("--", "yellow") if one.skipped else ("ok", "green")
-    )
+    mark, style = "ok", "green"
+    if one.wrong:
+        mark, style = "!!", "red"
+    elif one.skipped:
+        mark, style = "--", "yellow"
     console.print(
         f"[{style}]{mark} {one.subject:16}[/{style}] {escape(one.words)}",
         highlight=False,

@@ -19,8 +19,8 @@ from agentrl.runs.engine_requests import AskedRun, EngineAnswer, EngineRequest, 
 from agentrl.viewer.folders import RunFolder
 
 _LOOK_SECONDS = 0.25
-_PATIENCE_SECONDS = 15.0
-"""Until then, nothing is said of a request that the run has not taken."""
+_NOTICE_SECONDS = 15.0
+"""After this time, the user is told that the run has not taken the request."""
 
 _Run = Annotated[
     Path, typer.Argument(metavar="RUN", help="The folder of a run that goes on, on this machine.")
@@ -65,7 +65,9 @@ def list_engines(run: _Run) -> None:
 def _change(run: Path, request: EngineRequest) -> None:
     """Ask a run for a change, wait until it is made, and show what has become of it."""
     folder = run_config(run).parent
-    _check_has_engines(folder)
+    recipe = load_config(folder / "config.yaml").config.recipe
+    if "engine" in unused_by(recipe):
+        raise ConfigError(f"recipe={recipe.name} uses no engine: there is none to add or remove")
     live = RunFolder(folder.name, folder)
     if not live.status()["live"]:
         raise ConfigError(
@@ -74,7 +76,7 @@ def _change(run: Path, request: EngineRequest) -> None:
         )
     asked = AskedRun(folder, request)
     try:
-        answer = _answer(live, asked)
+        answer = _await_answer(live, asked)
     except KeyboardInterrupt:
         if asked.withdraw():
             console.print("\nwithdrawn: the run has not begun with it")
@@ -87,18 +89,7 @@ def _change(run: Path, request: EngineRequest) -> None:
         raise typer.Exit(1)
 
 
-def _check_has_engines(folder: Path) -> None:
-    """Refuse a run whose recipe plays no episodes.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    recipe = load_config(folder / "config.yaml").config.recipe
-    if "engine" in unused_by(recipe):
-        raise ConfigError(f"recipe={recipe.name} uses no engine: there is none to add or remove")
-
-
-def _answer(live: RunFolder, asked: AskedRun) -> EngineAnswer:
+def _await_answer(live: RunFolder, asked: AskedRun) -> EngineAnswer:
     """Wait for the answer of a run.
 
     Raises:
@@ -106,13 +97,14 @@ def _answer(live: RunFolder, asked: AskedRun) -> EngineAnswer:
     """
     pause, begun, is_said = Event(), time.monotonic(), False
     while True:
-        goes_on = live.status()["live"]
+        # Before the answer is looked for: a run may answer and then end.
+        is_live = live.status()["live"]
         if (answer := asked.answer()) is not None:
             return answer
-        if not goes_on:
+        if not is_live:
             asked.withdraw()
             raise ConfigError(f"the run in {live.path} ended before it had done this")
-        if not is_said and not asked.is_taken and time.monotonic() - begun > _PATIENCE_SECONDS:
+        if not is_said and not asked.is_taken and time.monotonic() - begun > _NOTICE_SECONDS:
             is_said = True
             console.print(
                 "the run has not begun with it: it is starting, or ending. Ctrl-C takes it back",

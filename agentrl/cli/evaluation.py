@@ -105,7 +105,7 @@ def compare_runs(
     reports = read_reports(first), read_reports(second)
     compared = compare(*reports)
     for one in compared:
-        for line in _comparison(one):
+        for line in _describe_comparison(one):
             console.print(line, highlight=False, soft_wrap=True)
     for name, why in left_out(*reports, compared).items():
         console.print(
@@ -140,11 +140,11 @@ def rescore_run(
     if into is not None and into.exists():
         raise ConfigError(f"{into} is there already: name a new file")
     rescored = run_or_stop(rescore(config.config, run_config(run).parent, step))
-    for line in _told(changes(rescored)):
+    for line in _describe_changes(changes(rescored)):
         console.print(line, highlight=False, soft_wrap=True)
     known = [one for one in rescored if abs(one.change) > 0]
     if known and show:
-        console.print(_most_changed(sorted(known, key=lambda one: -abs(one.change))[:show]))
+        console.print(_changes_table(sorted(known, key=lambda one: -abs(one.change))[:show]))
     errors = [one for one in rescored if math.isnan(one.after)]
     if errors:
         console.print(
@@ -158,19 +158,19 @@ def rescore_run(
         console.print(f"wrote {escape(str(into))}", highlight=False, soft_wrap=True)
 
 
-def _told(found: "Changes") -> Iterator[str]:
+def _describe_changes(figures: "Changes") -> Iterator[str]:
     yield (
-        f"{found.episodes:,} episodes in {found.groups:,} groups: {found.changed:,} scores change;"
-        f" {found.failed:,} cannot be scored, {found.unknown:,} had no score"
+        f"{figures.episodes:,} episodes in {figures.groups:,} groups: {figures.changed:,} scores"
+        f" change; {figures.failed:,} cannot be scored, {figures.unknown:,} had no score"
     )
-    yield f"mean score {found.means[0]:.4g} -> {found.means[1]:.4g}"
-    yield f"success {found.successes[0]:.1%} -> {found.successes[1]:.1%}"
-    yield f"groups whose scores differ {found.mixed[0]:,} -> {found.mixed[1]:,}"
-    if not math.isnan(found.reordered):
-        yield f"pairs of a group that change places: {found.reordered:.1%}"
+    yield f"mean score {figures.means[0]:.4g} -> {figures.means[1]:.4g}"
+    yield f"success {figures.successes[0]:.1%} -> {figures.successes[1]:.1%}"
+    yield f"groups whose scores differ {figures.mixed[0]:,} -> {figures.mixed[1]:,}"
+    if not math.isnan(figures.reordered):
+        yield f"pairs of a group that change places: {figures.reordered:.1%}"
 
 
-def _most_changed(found: "list[Rescored]") -> Table:
+def _changes_table(found: "list[Rescored]") -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("episode", "step", "before", "after", "the model said last"):
         table.add_column(column, overflow="fold")
@@ -188,8 +188,8 @@ def _most_changed(found: "list[Rescored]") -> Table:
     return table
 
 
-def _comparison(one: "Comparison") -> Iterator[str]:
-    """The figures of a comparison, and what they leave out."""
+def _describe_comparison(one: "Comparison") -> Iterator[str]:
+    """The figures of a comparison, and the episodes and tasks that they leave out."""
     success, score = one.success, one.score
     successes = (
         "success unknown"

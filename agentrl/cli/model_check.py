@@ -18,17 +18,17 @@ def findings(folder: Path, config: RendererConfig) -> Iterator[Finding]:
     Raises:
         ConfigError: its tokenizer cannot be loaded, or has no chat template.
     """
-    yield from _of_config(folder, config)
-    yield _weights(folder)
+    yield from _check_model_config(folder, config)
+    yield _check_weights(folder)
     renderer = renderer_of(folder, config)
-    yield _vocabulary(folder, config)
+    yield _check_vocabulary(folder, config)
     yield from template_findings(renderer)
 
 
-def _of_config(folder: Path, config: RendererConfig) -> Iterator[Finding]:
+def _check_model_config(folder: Path, config: RendererConfig) -> Iterator[Finding]:
     try:
         facts = model_facts(folder)
-        yield Finding("model", _shape(facts))
+        yield Finding("model", _describe_shape(facts))
         sliding = (
             f", of which {facts.kv.sliding} layers see {facts.kv.window:,}"
             if facts.kv.sliding
@@ -43,7 +43,7 @@ def _of_config(folder: Path, config: RendererConfig) -> Iterator[Finding]:
         yield Finding("training", str(error), right=False)
 
 
-def _shape(facts: ModelFacts) -> str:
+def _describe_shape(facts: ModelFacts) -> str:
     experts = f", {facts.chosen} of {facts.experts} experts for a token" if facts.experts else ""
     count = (
         f"{facts.parameters / 1e9:.2f} B"
@@ -53,7 +53,7 @@ def _shape(facts: ModelFacts) -> str:
     return f"{count} parameters, {facts.layers} layers of {facts.hidden}{experts}"
 
 
-def _weights(folder: Path) -> Finding:
+def _check_weights(folder: Path) -> Finding:
     """Their files. A folder without any is enough for prompts, so that is not wrong."""
     files = [file for file in weight_files(folder) if file.is_file()]
     if not files and not any(folder.glob("*.bin")):
@@ -70,7 +70,7 @@ def _weights(folder: Path) -> Finding:
     )
 
 
-def _vocabulary(folder: Path, config: RendererConfig) -> Finding:
+def _check_vocabulary(folder: Path, config: RendererConfig) -> Finding:
     """A check that the model has a row for each token of its tokenizer."""
     rows = vocabulary_size(folder)
     largest = max(

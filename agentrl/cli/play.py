@@ -48,7 +48,7 @@ async def play(
     envs = EnvPool({name: env_factory(name, python=python, requires=requires)}, EnvDeadlines())
     env = envs.acquire(name)
     try:
-        await _episode(
+        await _play_episode(
             env, _Session(console, person, player), seed=seed, options=options, max_turns=max_turns
         )
     finally:
@@ -89,7 +89,7 @@ class _Session:
             return None
 
 
-async def _episode(
+async def _play_episode(
     env: LiveEnv, session: _Session, *, seed: int, options: Mapping[str, Any], max_turns: int
 ) -> None:
     console = session.console

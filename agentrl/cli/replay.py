@@ -1,5 +1,5 @@
-"""`agentrl replay`: a recorded episode again in the terminal, at its own pace or faster, or on from
-one of its turns in another way.
+"""`agentrl replay`: shows a recorded episode in the terminal, at its own pace or faster, or
+continues it from one of its turns with other answers.
 """
 
 import asyncio
@@ -92,11 +92,14 @@ def replay_episode(  # noqa: PLR0917  typer calls it by name
             served = model_folder(model, config.model.revision, config.model.hf_overrides)
         else:
             served = checkpoint_of(folder, step)
-        going = go_on(
+        continuing = go_on(
             row, departure, console, config=config, model=served, by_hand=by == "hand", seed=seed
         )
         # A steady loop would warn of a person who thinks.
-        asyncio.run(going) if by == "hand" else run_or_stop(going)
+        if by == "hand":
+            asyncio.run(continuing)
+        else:
+            run_or_stop(continuing)
 
 
 def list_episodes(folder: Path, console: Console) -> None:
@@ -151,7 +154,7 @@ async def replay(
     from agentrl.observe.run_images import RunImages
     from agentrl.recipes.recordings import message_of
 
-    episode = _episode(folder, name, agent)
+    episode = _read_episode(folder, name, agent)
     played = episode["trajectory"]
     turns, images = iter(played["turns"]), RunImages(folder)
     for row in played["messages"]:
@@ -178,11 +181,11 @@ def saved_turn(folder: Path, name: str, turn: int) -> "tuple[dict[str, Any], Dep
     from agentrl.recipes.continuation import Departure
     from agentrl.recipes.recordings import played_in
 
-    episode = _episode(folder, name)
+    episode = _read_episode(folder, name)
     return episode["row"], Departure(played_in(episode["trajectory"], RunImages(folder)), turn)
 
 
-def _episode(folder: Path, name: str, agent: str = "") -> dict[str, Any]:
+def _read_episode(folder: Path, name: str, agent: str = "") -> dict[str, Any]:
     """A saved episode, whose trajectory was kept."""
     from agentrl.viewer.episode import EpisodeReader
     from agentrl.viewer.episodes import EpisodeIndex
@@ -241,14 +244,15 @@ async def go_on(
     for message in now.messages[printed:]:
         _show(console, message)
     score = played.scores[0].value if played.scores else None
-    recorded = _ending(row["status"], row["num_turns"], row["score"])
+    recorded = _describe_ending(row["status"], row["num_turns"], row["score"])
     console.print(f"\nrecorded: {recorded}", highlight=False)
-    console.print(f"now: {_ending(now.status.name, len(now.turns), score)}", highlight=False)
+    ending = _describe_ending(now.status.name, len(now.turns), score)
+    console.print(f"now: {ending}", highlight=False)
     if played.failure is not None:
         console.print(escape(str(played.failure)), highlight=False, soft_wrap=True)
 
 
-def _ending(status: str, turns: int, score: float | None) -> str:
+def _describe_ending(status: str, turns: int, score: float | None) -> str:
     scored = "no score" if score is None or math.isnan(score) else f"score {score:g}"
     return f"{status} after {turns} turn{'' if turns == 1 else 's'}, {scored}"
 

@@ -89,7 +89,7 @@ def output(path: Path, within: str | None = None, *, file: bool = False) -> Path
             the command writes a file; or nothing can be written there.
     """
     path = path.expanduser()
-    _check_not_of_a_run(path, within)
+    _check_not_run_data(path, within)
     if file and path.is_dir():
         raise ConfigError(
             f"{path} is a folder, and this writes a file: name one, such as {path / 'FILE'}"
@@ -108,7 +108,7 @@ def _check_writable(path: Path) -> None:
         )
 
 
-def _check_not_of_a_run(path: Path, within: str | None) -> None:
+def _check_not_run_data(path: Path, within: str | None) -> None:
     real = path.resolve()
     run = next(
         (folder for folder in (real, *real.parents) if (folder / "config.yaml").is_file()), None

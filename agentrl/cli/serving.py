@@ -107,7 +107,15 @@ def serve(  # noqa: PLR0917  typer calls it by name
     if processes == 1 and ray is None:
         server: Callable[..., EnvServer] = partial(EnvServer, make())
     else:
-        server = partial(SpreadServer, _cluster_of(ray), processes, make)
+        from agentrl.cluster.local import LocalCluster
+        from agentrl.cluster.ray_cluster import RayCluster
+
+        cluster: Cluster
+        if ray is None:
+            cluster = LocalCluster(LocalCluster.Config())
+        else:
+            cluster = RayCluster(RayCluster.Config(address=ray))
+        server = partial(SpreadServer, cluster, processes, make)
     server(
         name=name,
         isolation=isolation,
@@ -134,16 +142,6 @@ def serve(  # noqa: PLR0917  typer calls it by name
             allowed=tuple(name.strip() for name in allow_options.split(",") if name.strip()),
         ),
     ).run()
-
-
-def _cluster_of(ray: str | None) -> "Cluster":
-    """The Ray cluster at an address, or this machine."""
-    from agentrl.cluster.local import LocalCluster
-    from agentrl.cluster.ray_cluster import RayCluster
-
-    if ray is None:
-        return LocalCluster(LocalCluster.Config())
-    return RayCluster(RayCluster.Config(address=ray))
 
 
 def gateway(  # noqa: PLR0917  typer calls it by name

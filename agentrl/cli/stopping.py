@@ -1,4 +1,4 @@
-"""`Stopping`: a command that works for long ends by any stop signal as by Ctrl-C."""
+"""`Stopping`: any stop signal ends a long command as Ctrl-C does."""
 
 import asyncio
 import signal
@@ -17,12 +17,12 @@ T = TypeVar("T")
 class Stopping:
     """All stop signals end the block as Ctrl-C does, by a `KeyboardInterrupt`. A context manager.
 
-    Schedulers send them to a process and to its group, or twice, and then kill: so once a run is
-    stopping, they do not stop it at once, as a second Ctrl-C does. What `nohup` has told to ignore
-    stays ignored.
+    Schedulers send signals to a process and to its group, or twice, and then kill. So once a run is
+    stopping, further signals do not end it immediately, as a second Ctrl-C does. Signals that
+    `nohup` made ignored stay ignored.
 
-    A shell's background job begins with SIGINT ignored, and then neither would end it: asyncio only
-    takes the place of Python's own handler. So here SIGINT ends such a job too.
+    A shell's background job begins with SIGINT ignored, and asyncio only replaces Python's own
+    handler, so neither SIGINT nor other stop signals would end the job. Here SIGINT ends it too.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Stopping:
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
             self._by = self.by
-            # The process ends, and others of them change nothing, also not its status.
+            # The process is ending: further signals must not change its exit status.
             for number in self._before:
                 if number is not signal.SIGINT:
                     signal.signal(number, signal.SIG_IGN)
@@ -59,7 +59,7 @@ class Stopping:
             signal.signal(number, handler)
 
     async def watch(self, work: Awaitable[T]) -> T:
-        """Do the work of the block."""
+        """Run the work of the block."""
         self._task = asyncio.current_task()
         return await work
 

@@ -62,9 +62,13 @@ def tasks(  # noqa: PLR0917  typer calls it by name
     """
     from agentrl.recipes.preview import openings
 
-    config = _config(source, [*(overrides or []), *([f"model={in_yaml(model)}"] if model else [])])
+    config = _load(source, [*(overrides or []), *([f"model={in_yaml(model)}"] if model else [])])
     found = task_source(config, "held-out" if held_out else "train")
-    problem = _problem(config)
+    problem = ""
+    try:
+        fingerprints(config)
+    except ConfigError as error:  # shown last, as the tasks may tell why
+        problem = str(error)
     shown = [next_task(found, index) for index in range(count_tasks(found, show))]
     renderer = _renderer(config)
     if config.env.is_agent:
@@ -72,7 +76,7 @@ def tasks(  # noqa: PLR0917  typer calls it by name
             f"{config.env.name} is a program, which makes its prompts itself: agentrl gateway shows"
             " them"
         )
-    opened, scored = run_steadily(openings(config, shown)), _scores(config, shown, answer)
+    opened, scored = run_steadily(openings(config, shown)), _score_lines(config, shown, answer)
     for index, (task, opening, lines) in enumerate(zip(shown, opened, scored, strict=True)):
         where = found.where(index) if isinstance(found, DatasetTasks) else f"seed {task.seed}"
         console.rule(escape(task.id))
@@ -95,8 +99,8 @@ def tasks(  # noqa: PLR0917  typer calls it by name
         raise typer.Exit(1)
 
 
-def _config(source: str, overrides: Sequence[str]) -> RunConfig:
-    """The config that a YAML file has, or one for questions in these data."""
+def _load(source: str, overrides: Sequence[str]) -> RunConfig:
+    """The config in a YAML file, or one for questions in these data."""
     if Path(source).suffix.lower() in (".yaml", ".yml"):
         return load_config(Path(source), overrides).config
     check_encodes(source, repr(source))
@@ -109,15 +113,6 @@ def _config(source: str, overrides: Sequence[str]) -> RunConfig:
         path = Path(folder) / "tasks.yaml"
         path.write_text(to_yaml(values))
         return load_config(path, overrides).config
-
-
-def _problem(config: RunConfig) -> str:
-    """The reason why a run with these tasks and this reward would not start; "" if it would."""
-    try:
-        fingerprints(config)
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def _renderer(config: RunConfig) -> "TemplateRenderer | None":
@@ -160,13 +155,13 @@ def _print_options(task: Task) -> None:
             )
 
 
-def _scores(
+def _score_lines(
     config: RunConfig, shown: Sequence[Task], answers: Sequence[str] | None
 ) -> list[list[str]]:
     """A line for each answer to each task."""
     from agentrl.recipes.preview import paid
 
-    texts = [_right_answers(task) if answers is None else answers for task in shown]
+    texts = [_gold_answers(task) if answers is None else answers for task in shown]
     asked = [(task, text) for task, of_task in zip(shown, texts, strict=True) for text in of_task]
     if config.reward.only_compares or not asked:
         return [[] for _ in shown]
@@ -179,7 +174,7 @@ def _scores(
     return lines
 
 
-def _right_answers(task: Task) -> list[str]:
+def _gold_answers(task: Task) -> list[str]:
     gold = task.options.get("answer")
     golds: list[Any] = gold if isinstance(gold, list) else [gold]
     return [str(one) for one in golds[:1] if isinstance(one, str | int | float)]

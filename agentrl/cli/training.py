@@ -77,7 +77,11 @@ def train(
                 " run_dir out, or copy the folder and resume the copy"
             )
         loaded = load_config(run_config(Path(resume)), [*given, f"run_dir={in_yaml(resume)}"])
-    resumes = _was_begun(loaded, change) if resume == "auto" else resume is not None
+    resumes = resume is not None
+    if resume == "auto":
+        from agentrl.runs.preflight import was_begun
+
+        resumes = was_begun(loaded, change=change)
     with lossy_output():
         summary = _run(loaded, resume=resumes, step=step, change=change)
         if summary is not None:
@@ -94,12 +98,6 @@ def demo(overrides: Overrides = None) -> None:
     train(Path(package).with_name("demo.yaml"), [folder, _DEMO_OVERRIDE, *(overrides or [])])
 
 
-def _was_begun(loaded: LoadedConfig, change: bool) -> bool:
-    from agentrl.runs.preflight import was_begun
-
-    return was_begun(loaded, change=change)
-
-
 def _run(
     loaded: LoadedConfig, *, resume: bool, step: int | None, change: bool
 ) -> dict[str, Any] | None:
@@ -112,9 +110,8 @@ def _run(
                 run_steadily(stopping.watch(loaded.config.recipe.call(run)))
             except KeyboardInterrupt:
                 name = stopping.by.name
-                raise KeyboardInterrupt(
-                    "Ctrl-C" if name == "SIGINT" else name
-                ) from None  # which the run keeps
+                # The run records the text as the reason why it ended.
+                raise KeyboardInterrupt("Ctrl-C" if name == "SIGINT" else name) from None
     except KeyboardInterrupt:
         # A second Ctrl-C ends what is left at once, without a traceback: all is written.
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -161,7 +158,7 @@ def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
     ):
         console.print(f"\n{before_and_after(summary)}", highlight=False)
     console.print(
-        f"{_suites_of(summary)}largest staleness {summary['largest_staleness']:.0f} (bound"
+        f"{_suite_lines(summary)}largest staleness {summary['largest_staleness']:.0f} (bound"
         f" {summary['max_staleness']}); {summary['tasks']['trained']} of"
         f" {summary['tasks']['total']} tasks trained, {summary['tasks']['masked']} in batches"
         f" without a loss, {summary['tasks']['failed']} failed\n\nWhere to look next, in"
@@ -199,7 +196,7 @@ def _share(value: float | None) -> str:
     return "unknown" if value is None or math.isnan(value) else f"{value:.1%}"
 
 
-def _suites_of(summary: dict[str, Any]) -> str:
+def _suite_lines(summary: dict[str, Any]) -> str:
     """A line for each suite: success before and after."""
     lines = []
     for name, ends in summary.get("suites", {}).items():

@@ -82,7 +82,7 @@ def show_profile(
     from agentrl.viewer.live_profile import record_live
     from agentrl.viewer.profile import profile
 
-    folder, chosen = run_config(run).parent, _range_of(steps)
+    folder, chosen = run_config(run).parent, _parse_range(steps)
     trace = output(trace, file=True) if trace is not None else None
     if live is not None:
         if steps is not None or trace is not None:
@@ -149,7 +149,7 @@ def export_run_episodes(
     )
 
 
-def _range_of(steps: str | None) -> tuple[int, int] | None:
+def _parse_range(steps: str | None) -> tuple[int, int] | None:
     if steps is None:
         return None
     first, _, last = steps.partition(":")

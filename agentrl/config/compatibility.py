@@ -656,7 +656,9 @@ def kept_groups_teach_all(run: ConfiguredRun) -> str:
 def _left_out_for_nothing(run: ConfiguredRun, setting: str, off: str) -> str:
     normalize = run.config.batch_processing.normalize
     for name, algorithm in run.algorithms:
-        if why := _cannot_leave_out(algorithm) or _cannot_normalise_too(algorithm, normalize):
+        if why := _why_group_is_not_enough(algorithm) or _why_normalizing_moves_zeros(
+            algorithm, normalize
+        ):
             return (
                 f"{setting} leaves out groups whose advantages are all 0, and {name} {why}: write"
                 f" {setting}={off}"
@@ -684,7 +686,7 @@ def _compares(algorithm: Algorithm) -> bool:
     return offers.compares_members or offers.spread is not None
 
 
-def _cannot_leave_out(algorithm: Algorithm) -> str:
+def _why_group_is_not_enough(algorithm: Algorithm) -> str:
     """The reason why a group alone does not tell what the algorithm would learn from it; empty if
     it does."""
     if isinstance(algorithm, ActorCritic):
@@ -705,7 +707,7 @@ def _cannot_leave_out(algorithm: Algorithm) -> str:
     return ""
 
 
-def _cannot_normalise_too(algorithm: Algorithm, normalize: str) -> str:
+def _why_normalizing_moves_zeros(algorithm: Algorithm, normalize: str) -> str:
     by_turn = AlgorithmOffers.of(algorithm).credits_turns
     if normalize == "group" or (_compares(algorithm) and not by_turn):
         return ""
@@ -764,7 +766,7 @@ def best_reward_is_of_single_episodes(run: ConfiguredRun) -> str:
     best = run.config.checkpoint.best
     if not best or not best.endswith("/reward"):
         return ""
-    if not all(reward.only_compares for reward in _rewards_of(run.config, best)):
+    if not all(reward.only_compares for reward in _evaluated_rewards(run.config, best)):
         return ""
     return (
         f"checkpoint.best={best} is never measured: evaluations play each task once, and"
@@ -774,7 +776,7 @@ def best_reward_is_of_single_episodes(run: ConfiguredRun) -> str:
     )
 
 
-def _rewards_of(config: RunConfig, metric: str) -> list[RewardsConfig]:
+def _evaluated_rewards(config: RunConfig, metric: str) -> list[RewardsConfig]:
     """The rewards of the episodes that a metric of evaluations is about."""
     by_env, parts = config.rewards_by_env(), metric.split("/")
     if parts[1] == "envs":

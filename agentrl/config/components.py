@@ -40,8 +40,9 @@ def component_of(section: str, kind: str, raw: Any, origins: Mapping[str, str]) 
     )
     name = raw.pop("name", by_default)
     if name is None:
+        installed = ", ".join(dict.fromkeys(plugin.name for plugin in plugins.installed(kind)))
         raise ConfigError(
-            f"{section}.name: missing{written_at(origins, section)}. {_installed(kind)}"
+            f"{section}.name: missing{written_at(origins, section)}. Installed: {installed}"
         )
     if not isinstance(name, str):
         raise ConfigError(
@@ -68,11 +69,11 @@ def component_of(section: str, kind: str, raw: Any, origins: Mapping[str, str]) 
         )
         raise ConfigError("\n".join(lines)) from error
     if kind == "algorithms":  # the rules between settings ask what it offers
-        _check_made(section, made, origins)
+        _check_makes(section, made, origins)
     return made
 
 
-def _check_made(section: str, component: Component, origins: Mapping[str, str]) -> None:
+def _check_makes(section: str, component: Component, origins: Mapping[str, str]) -> None:
     """Check that a component can be made of its settings.
 
     Raises:
@@ -188,7 +189,7 @@ def as_trained_by(engine: Component, trainer: Component) -> Component:
 def entries_of(
     raw: Any, at: tuple[str, str], algorithm: Component | None, origins: Mapping[str, str]
 ) -> Any:
-    """A section with a list of sections (`LISTS`), with the components in them made."""
+    """A section with a list of sections (`LISTS`), in which the components are made."""
     section, name = at
     if not isinstance(raw, dict) or not isinstance(raw.get(name), dict):
         return raw
@@ -276,7 +277,7 @@ def trackers_of(raw: Any, origins: Mapping[str, str]) -> tuple[Component, ...]:
 def _numbered(
     section: str, kind: str, raw: Mapping[str, Any], origins: Mapping[str, str]
 ) -> tuple[list[Component], list[str]]:
-    """The components of a list, which `raw` has by their numbers, and what is wrong with others."""
+    """The components of a list, which `raw` has by their numbers, and the problems of others."""
     if wrong := [key for key in raw if key not in map(str, range(len(raw)))]:
         known = [
             number
@@ -296,8 +297,3 @@ def _numbered(
         except ConfigError as error:
             problems.append(str(error))
     return found, problems
-
-
-def _installed(kind: str) -> str:
-    names = dict.fromkeys(plugin.name for plugin in plugins.installed(kind))
-    return f"Installed: {', '.join(names)}"

@@ -39,13 +39,11 @@ class LoadedConfig:
     def rows(self) -> Iterator[tuple[str, Any, str]]:
         """(dotted key, value, origin) of every setting."""
         for key, value in _leaves(self.config.model_dump(mode="json")):
-            yield key, value, self._origin(key)
-
-    def _origin(self, key: str) -> str:
-        """The place of a setting in a file, which may be in a list."""
-        while key and key not in self.origins:
-            key = key.rpartition(".")[0]
-        return self.origins.get(key) or "default"
+            # A setting in a list that was written as a whole has the origin of the list.
+            at = key
+            while at and at not in self.origins:
+                at = at.rpartition(".")[0]
+            yield key, value, self.origins.get(at) or "default"
 
 
 def validate_config(
@@ -90,7 +88,7 @@ def validate_config(
         except ConfigError as error:
             problems.append(str(error))
     if problems:
-        # Not made, and maybe right.
+        # These sections were not made, so nothing is known of them.
         sections = {name: raw for name, raw in sections.items() if name not in HELPERS}
     try:
         config = RunConfig.model_validate(sections)
@@ -105,12 +103,12 @@ def validate_config(
         ]
     if problems:
         raise ConfigError("\n".join(problems))
-    _check_names(config, origins)
+    _check_plugin_names(config, origins)
     return LoadedConfig(config, origins)
 
 
-def _check_names(config: RunConfig, origins: Mapping[str, str]) -> None:
-    """Check the names of plug-ins that are no sections of their own."""
+def _check_plugin_names(config: RunConfig, origins: Mapping[str, str]) -> None:
+    """Check the names of plug-ins that have no section."""
     for _, env in envs_of(config):
         factory = plugins.load("envs", env.name)
         plugins.check_callable("envs", env.name, factory)
@@ -196,12 +194,12 @@ def blind_part(config: RunConfig) -> str:
         return f"engine={engine.name} reads text alone: write engine=local"
     why_blind = EngineSettingsOffers.of(engine.settings).why_blind
     sees = name in SEEING or Path(name).is_dir()
-    if why_blind is not None and sees and (why := why_blind(_config_of(name))):
+    if why_blind is not None and sees and (why := why_blind(_model_config(name))):
         return f"engine={engine.name} cannot read them: {why}"
     return ""
 
 
-def _config_of(model: str) -> Any:
+def _model_config(model: str) -> Any:
     """transformers' config of a model that sees: in a folder, or made at the start."""
     from transformers import AutoConfig
 

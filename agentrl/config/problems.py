@@ -63,7 +63,7 @@ def explained(
                 f"{path}: no such setting{where}.{plugins.nearest(keys[-1], known)} Known here:"
                 f" {listed}"
             )
-            if (new := _renamed(path)) is not None:
+            if (new := _new_name(path)) is not None:
                 line = f"{path}: renamed to {new}{where}: write it there"
             elif keys[-1].partition(".")[0] in known:
                 section, _, rest = keys[-1].partition(".")
@@ -102,7 +102,7 @@ def explained(
         yield line, next(iter((*prefix, *keys)), "")
 
 
-def _renamed(path: str) -> str | None:
+def _new_name(path: str) -> str | None:
     """The present name of a setting that once had another; None if it had none."""
     number = next((key for key in path.split(".") if key.isdigit()), "N")
     new = RENAMED.get(".".join("N" if key.isdigit() else key for key in path.split(".")))

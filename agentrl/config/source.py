@@ -64,6 +64,7 @@ class Source:
     def set(self, path: Sequence[str], value: Any, origin: str) -> None:
         refuse_credentials(value, f"{'.'.join(path)} ({origin})")
         listed = _as_listed(tuple(path))
+        # An override of a list replaces all of its old items.
         if listed is not None and isinstance(value, list | str):
             self._forget(tuple(path), keep_one=isinstance(value, str))
         if listed is not None and isinstance(value, list) and value:
@@ -72,7 +73,8 @@ class Source:
             value = {"name": "dataset", "data": value}
         if isinstance(value, str) and _is_named(tuple(path)):
             path = (*path, "name")
-        if _is_template(path) and isinstance(value, dict) and [*value.values()] == [None]:
+        is_template = path[-1] in ("prompt", "answer") and _is_tasks(tuple(path[:-1]))
+        if is_template and isinstance(value, dict) and [*value.values()] == [None]:
             value = f"{{{next(iter(value))}}}"  # YAML takes the template `{question}` for a mapping
         if isinstance(value, dict) and value:
             for key, inner in value.items():
@@ -137,10 +139,6 @@ class Source:
         }
 
 
-def _is_template(path: Sequence[str]) -> bool:
-    return path[-1] in ("prompt", "answer") and _is_tasks(tuple(path[:-1]))
-
-
 def _is_part(path: tuple[str, ...]) -> bool:
     """True if this is the path of a tracker, or of a part of a reward: `reward.1`,
     `env.mixture.0.reward.1`.
@@ -171,7 +169,7 @@ def read_settings(
     for override in overrides:
         keys, value = read_override(override)
         source.set(keys, value, "command line")
-    _look_beside(path, source)
+    _find_programs_near(path, source)
     return source
 
 
@@ -188,9 +186,9 @@ def read_text(text: str) -> Source:
     return source
 
 
-def _look_beside(path: Path, source: Source) -> None:
-    """Find what belongs to a program (`agent:...`) beside the config file too, after all other
-    places.
+def _find_programs_near(path: Path, source: Source) -> None:
+    """Let the modules of a program (`agent:...`) be found in the folder of the config file too,
+    after all other places.
 
     The folder becomes a setting: a resumed run reads its own config file, which lies elsewhere.
     """
@@ -207,7 +205,7 @@ def _read_file(path: Path, source: Source) -> None:
     try:
         root = read_yaml(path.read_bytes(), str(path))
     except FileNotFoundError:
-        raise ConfigError(f"no config file {str(path)!r}.{_what_to_write(path)}") from None
+        raise ConfigError(f"no config file {str(path)!r}.{_advice_for_missing(path)}") from None
     except IsADirectoryError:
         if (path / "config.yaml").is_file():
             raise ConfigError(
@@ -223,7 +221,7 @@ def _read_file(path: Path, source: Source) -> None:
     _read_node(root, (), path, source)
 
 
-def _what_to_write(missing: Path) -> str:
+def _advice_for_missing(missing: Path) -> str:
     """The advice to write in place of a config file that does not exist."""
     if "=" in missing.name:
         return " The config comes before what overrides it"
