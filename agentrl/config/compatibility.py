@@ -656,9 +656,8 @@ def kept_groups_teach_all(run: ConfiguredRun) -> str:
 def _left_out_for_nothing(run: ConfiguredRun, setting: str, off: str) -> str:
     normalize = run.config.batch_processing.normalize
     for name, algorithm in run.algorithms:
-        if why := _why_group_is_not_enough(algorithm) or _why_normalizing_moves_zeros(
-            algorithm, normalize
-        ):
+        why = _why_group_is_not_enough(algorithm)
+        if why := why or _why_normalizing_moves_zeros(algorithm, normalize):
             return (
                 f"{setting} leaves out groups whose advantages are all 0, and {name} {why}: write"
                 f" {setting}={off}"

@@ -71,7 +71,9 @@ def saved_origins(path: Path) -> dict[str, str]:
 
 
 def _kept(path: Path, saved: Source, fresh: Source, followed: set[str]) -> dict[str, Any]:
-    """The values of settings that would follow otherwise now, and not because of overrides."""
+    """The saved values of settings that would get other values now, and not because of overrides,
+    but because defaults differ between versions.
+    """
     after = _rows(fresh)
     others = {
         key: saved.value(key.split("."))
@@ -89,7 +91,7 @@ def _kept(path: Path, saved: Source, fresh: Source, followed: set[str]) -> dict[
 
 
 def _redundant(saved: Source) -> Iterator[str]:
-    """The settings without which a config is the same, where nothing says who has written them."""
+    """The settings without which the config is the same, for a config without recorded origins."""
     rows, left = _rows(saved), Source(deepcopy(saved.values), dict(saved.origins))
 
     def removed(path: tuple[str, ...], node: dict[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the doctor asks of the machine: `MachineFacts`, plain values, each of which is asked once.
+"""`MachineFacts`: plain values about the machine, each of which is collected once.
 `machine_checks.py` judges them.
 """
 
@@ -85,7 +85,9 @@ def machine_facts(
     run_dir: Path, *, path: Sequence[str] | None = None, ask: AskGpus = ask_gpus
 ) -> MachineFacts:
     """Ask this machine. `path`: where packages are looked for, by default `sys.path`."""
-    folder = _nearest(run_dir)
+    # The run's folder need not exist yet: the nearest one above it is on the same disk.
+    wanted = run_dir.absolute()
+    folder = next(one for one in (wanted, *wanted.parents) if one.is_dir())
     gpus: tuple[Gpu, ...] = ()
     no_answer = ""
     try:
@@ -131,17 +133,8 @@ def _requirements() -> tuple[str, ...]:
         found = requires(DISTRIBUTION) or ()
     except PackageNotFoundError:
         return ()
-    return tuple(one for one in found if _is_for_users(Requirement(one)))
-
-
-def _is_for_users(requirement: Requirement) -> bool:
-    return requirement.marker is None or 'extra == "dev"' not in str(requirement.marker)
-
-
-def _nearest(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    folder = folder.absolute()
-    return next(one for one in (folder, *folder.parents) if one.is_dir())
+    # Those for development are nothing that a user must have.
+    return tuple(one for one in found if 'extra == "dev"' not in str(Requirement(one).marker))
 
 
 def _disk(folder: Path) -> Disk | None:
@@ -156,7 +149,9 @@ def _written(file: Path) -> datetime:
 
 
 def _clock_of(folder: Path) -> float:
-    """How far the clock that stamps new files in a folder is ahead; 0 where none can be written."""
+    """Seconds by which the clock that stamps new files in a folder is ahead; 0 if none can be
+    written.
+    """
     with suppress(OSError), tempfile.NamedTemporaryFile(dir=folder, prefix=".agentrl-") as file:
         before = datetime.now(UTC)
         file.write(b".")

@@ -31,7 +31,7 @@ _FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")
 
 
 def machine_diagnoses(facts: MachineFacts, config: RunConfig) -> Iterator[Diagnosis]:
-    """Everything that the facts say about running `config` there."""
+    """The diagnoses for running `config` on the machine with these facts."""
     yield _devices(facts, config)
     yield from _packages(facts)
     yield _disk("disk", facts.disk, _checkpoints(config), "write run_dir=FOLDER on a larger one")
@@ -74,7 +74,7 @@ def _devices(facts: MachineFacts, config: RunConfig) -> Diagnosis:
 
 
 def _wants_gpus(facts: MachineFacts, config: RunConfig) -> str:
-    """What needs a GPU; nothing if all of it runs on a CPU."""
+    """The setting or package that needs a GPU; empty if the run can use a CPU."""
     if EngineSettingsOffers.of(config.engine.settings).device == "cuda":
         return "engine.device=cuda"
     if TrainerSettingsOffers.of(config.trainer.settings).device == "cuda":

@@ -26,8 +26,8 @@ class EnvPace(NamedTuple):
 class RunProgress:
     """The state of a run of `steps` steps. `clock` counts seconds.
 
-    The event loop's thread changes it, and a display's thread reads it: each field is replaced at
-    once.
+    The event loop's thread writes it, and a display's thread reads it, so each field is replaced as
+    a whole.
     """
 
     steps: int

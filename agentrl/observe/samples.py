@@ -48,8 +48,8 @@ entropies for a loss that does not use them (`algorithm.entropy_bonus`)."""
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """A batch that a step was made on, where its samples come from, and what the trainer computed
-    of its tokens, if it tells (`Trainer.token_logprobs`).
+    """The batch of a step, the origins of its samples, and the trainer's numbers for its tokens, if
+    the trainer reports them (`Trainer.token_logprobs`).
     """
 
     batch: TrainBatch
@@ -80,6 +80,8 @@ def _rows(
     step: int, trained: TrainedBatch, detailed: frozenset[int]
 ) -> Iterator[dict[str, object]]:
     batch = trained.batch
+    # Of each sample, the end of its loss tokens in the columns of N, and of its tokens in those of
+    # S.
     ends_N, ends_S = np.cumsum(batch.loss_tokens_M), np.cumsum(batch.lengths_M)
     for number, origin in enumerate(trained.origins):
         own_N = slice(ends_N[number] - batch.loss_tokens_M[number], ends_N[number])

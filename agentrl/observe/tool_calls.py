@@ -46,6 +46,7 @@ def _calls_by_message(messages: Sequence[Message]) -> list[list[tuple[str, bool]
     places = [place for place, message in enumerate(messages) if message.is_answer]
     found = []
     for place, following in pairwise([*places, len(messages)]):
+        # Results name their call if the template has ids; the others are in the order of the calls.
         results = messages[place + 1 : following]
         by_id = {result.tool_call_id: result for result in results if result.tool_call_id}
         in_order = iter([result for result in results if not result.tool_call_id])

@@ -209,7 +209,9 @@ class Holding:
     def _leave(self) -> None:
         self._is_counted = False
         self._cost.hold(self._cost.stage(self._answers), -1, -self.tokens)
-        self._budget._remove(self)
+        del self._budget._live[self]
+        self._budget.held -= self.tokens
+        self._share.live -= 1
 
 
 class TokenShare:
@@ -330,11 +332,6 @@ class TokenBudget:
         self._begun[env] += 1
         share.live += 1
         return holding
-
-    def _remove(self, holding: Holding) -> None:
-        del self._live[holding]
-        holding._share.live -= 1
-        self.held -= holding.tokens
 
     def _note(self) -> None:
         """React to something learned: check the cap each time, and compute the limit now and

@@ -165,7 +165,7 @@ class Run:
                 self.metrics.mend()
             self.evaluations = EvaluationLog.of_run(self.folder)
             self._checkpoint_flow = Flow("checkpoints")
-            self._begun: asyncio.Task[Path] | None = None
+            self._begun_checkpoint: asyncio.Task[Path] | None = None
             self._summary: Mapping[str, Any] | None = None
             self._open = opened.pop_all()
 
@@ -348,7 +348,7 @@ class Run:
             try:
                 yield
             except asyncio.CancelledError:
-                await self._begun_is_finished()
+                await self._await_begun_checkpoint()
                 raise
 
     async def begin_checkpoint(self, step: int, state: Savable) -> None:
@@ -358,19 +358,19 @@ class Run:
         await run_to_completion(self._begin_checkpoint(step, state))
 
     async def _begin_checkpoint(self, step: int, state: Savable) -> None:
-        if self._begun is not None:
-            await self._begun
+        if self._begun_checkpoint is not None:
+            await self._begun_checkpoint
         self.status.begin_phase(step, "checkpoint")
         await asyncio.to_thread(self.ledger.sync)
         begun = await self.checkpoints.begin(step, state, self._values())
-        self._begun = self._checkpoint_flow.start(begun.finish(), name=f"step {step}")
+        self._begun_checkpoint = self._checkpoint_flow.start(begun.finish(), name=f"step {step}")
 
-    async def _begun_is_finished(self) -> None:
+    async def _await_begun_checkpoint(self) -> None:
         """Wait until the checkpoint that has been begun is finished or has failed, which its owner
         reports.
         """
-        if self._begun is not None:
-            await asyncio.wait({self._begun})
+        if self._begun_checkpoint is not None:
+            await asyncio.wait({self._begun_checkpoint})
 
     def _values(self) -> Mapping[int, float] | None:
         """The values that the best checkpoints are chosen by."""
@@ -385,7 +385,7 @@ class Run:
         try:
             yield
         except asyncio.CancelledError:
-            await self._begun_is_finished()
+            await self._await_begun_checkpoint()
             newest = self.checkpoints.latest()
             if step > (newest[0] if newest else 0):
                 self.display.say(

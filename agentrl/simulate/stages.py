@@ -219,7 +219,8 @@ class Stages:
         """Seconds of a training step. Ranks wait for the slowest one in every micro-batch."""
         facts, layout, kind = self.facts, self.trainer, devices.inventory.kind
         ranks = devices.of("trainer")
-        speed = self._share(devices, "trainer") * self._flops(kind) * self.assume.trainer_flops
+        flops = kind.flops_float32 if layout.precision == "float32" else kind.flops
+        speed = self._share(devices, "trainer") * flops * self.assume.trainer_flops
         compute = self.train_flop(work) / (len(ranks) * speed)
         compute *= self.waiting(work, len(ranks))
         communication = self._communication(work, devices)
@@ -519,9 +520,6 @@ class Stages:
             name: max(1, round(getattr(rollout, name) / replicas)) for name in _OF_ALL_REPLICAS
         }
         return rollout.model_copy(update=parts)
-
-    def _flops(self, kind: DeviceKind) -> float:
-        return kind.flops_float32 if self.trainer.precision == "float32" else kind.flops
 
     @staticmethod
     def _share(devices: DeviceMap, role: str) -> float:

@@ -213,21 +213,17 @@ def _add_page(app: FastAPI) -> list[str]:
             continue
         path = "/" if file.name == "index.html" else f"/{file.name}"
         paths.append(path)
-
-        def page(content: bytes = file.read_bytes(), kind: str = kind) -> Response:
-            return Response(content, media_type=f"{kind}; charset=utf-8")
-
-        app.add_api_route(path, _without_parameters(page), methods=["GET"], include_in_schema=False)
+        page = _static_page(file.read_bytes(), kind)
+        app.add_api_route(path, page, methods=["GET"], include_in_schema=False)
     return paths
 
 
-def _without_parameters(page: Callable[[], Response]) -> Callable[[], Response]:
-    """The same function, whose defaults a request cannot set."""
+def _static_page(content: bytes, kind: str) -> Callable[[], Response]:
+    # A function without parameters: FastAPI would let requests set any, also those with defaults.
+    def page() -> Response:
+        return Response(content, media_type=f"{kind}; charset=utf-8")
 
-    def answer() -> Response:
-        return page()
-
-    return answer
+    return page
 
 
 def _add_runs(app: FastAPI, runs: _OpenRuns) -> None:
