@@ -55,7 +55,7 @@ def unshared(value: Any, what: str, *, keep_handles: bool = False) -> Any:
         ConfigError: it holds something that cannot be copied, or itself.
     """
     try:
-        return _copied(value, keep_handles)
+        return _copy_value(value, keep_handles)
     except RecursionError as error:
         raise ConfigError(
             f"{what} are nested too deeply, or hold themselves: write a plain tree"
@@ -71,16 +71,16 @@ class _NoCopyError(Exception):
     """A value that cannot be copied: its text says which, and why."""
 
 
-def _copied(value: Any, keep_handles: bool) -> Any:
+def _copy_value(value: Any, keep_handles: bool) -> Any:
     kind = type(value)
     if value is None or kind is str or kind is int or kind is float or kind is bool:
         return value
     if kind is dict or isinstance(value, Mapping):
-        return {key: _copied(one, keep_handles) for key, one in value.items()}
+        return {key: _copy_value(one, keep_handles) for key, one in value.items()}
     if kind is list:
-        return [_copied(one, keep_handles) for one in value]
+        return [_copy_value(one, keep_handles) for one in value]
     if kind is tuple:
-        return tuple([_copied(one, keep_handles) for one in value])
+        return tuple([_copy_value(one, keep_handles) for one in value])
     try:
         return copy.deepcopy(value)
     except Exception as error:  # raised by the value's own code
@@ -143,7 +143,7 @@ def unquoted(text: str) -> str:
     return _QUOTED_TAG.sub(r"<tool_call\1>", text)
 
 
-_ROOM = 16
+_ENCLOSING_LEVELS = 16
 """Levels of JSON around a call in a message. pydantic's reader takes 200 in all."""
 
 
@@ -177,7 +177,7 @@ class ToolCall:
         """
         try:
             written = json.dumps([self.name, dict(self.arguments)], allow_nan=False)
-            from_json(f"{'[' * _ROOM}{written}{']' * _ROOM}")
+            from_json(f"{'[' * _ENCLOSING_LEVELS}{written}{']' * _ENCLOSING_LEVELS}")
         except (RecursionError, TypeError, ValueError):
             return False
         return True
@@ -244,12 +244,11 @@ class Message:
     def said(self) -> str:
         """The content without its calls, as the model wrote it."""
         if self.tool_calls:
-            own = self.content.removesuffix(
-                "\n".join(call.render() for call in self.tool_calls)
-            ).removesuffix("\n")
-            return unquoted(
-                own.removesuffix(NO_CALLS).removesuffix("\n") if own.endswith(NO_CALLS) else own
-            )
+            calls = "\n".join(call.render() for call in self.tool_calls)
+            text = self.content.removesuffix(calls).removesuffix("\n")
+            if text.endswith(NO_CALLS):
+                text = text.removesuffix(NO_CALLS).removesuffix("\n")
+            return unquoted(text)
         if _LAST_NOTE.search(self.content) is None:
             return self.content
         return unquoted(self.content[: self.content.index("<tool_call>")].removesuffix("\n"))
@@ -317,6 +316,7 @@ def _check_support(token_ids: IntArray, support: Ragged) -> None:
             f"a completion of {len(token_ids)} tokens needs as many rows of support, got"
             f" {len(support)}"
         )
+    # A token is found if some value of its row is its id.
     rows = support.row_of_value()
     found = np.zeros(len(token_ids), np.bool_)
     found[rows[support.values == token_ids[rows]]] = True
@@ -428,14 +428,14 @@ SEGMENT = Truncated("segment")
 
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
-    """The place where an episode has left another one of its group (`rollout.branches`), whose
-    turns it has until there.
+    """The place where a branch has left its parent, another episode of its group
+    (`rollout.branches`). The turns before it are those of the parent.
     """
 
     parent: str
-    """The id of the other episode."""
+    """The id of the parent."""
     turn: int
-    """The number of the first turn of its own, which answers the same prompt as the other's."""
+    """The number of the branch's first own turn, which answers the same prompt as the parent's."""
     share: float
     """Its share of the tree: 1 over the number of all episodes that the tree was to have. Branches
     that were not played, as the episode was over by then, count as this one."""
@@ -466,8 +466,8 @@ class Trajectory:
     """The tokens of a truncated episode that follow its last turn: what the model would have
     answered next."""
     trained_turns: int = 0
-    """Number of turns that are trained on elsewhere: before, in segments, or with the episode that
-    this one has left (`branch`). Here they are only context."""
+    """Number of turns that are trained on elsewhere: before, in segments, or with the parent of a
+    branch. Here they are only context."""
     opponent: int | None = None
     """The version of the policy that played the other agents, where that was an earlier one
     (self-play)."""
@@ -479,7 +479,7 @@ class Trajectory:
     picture: str = ""
     """The environment's own picture of its last state (`Turn.picture`)."""
     begun: str = field(default="", compare=False)
-    """A name of what the environment showed at the beginning, to all agents; "" if unknown (see
+    """A digest of what the environment showed at the beginning, to all agents; "" if unknown (see
     `beginning`)."""
     branch: BranchPoint | None = None
     """The place where it has left another episode; None for one that was played from its
@@ -489,13 +489,12 @@ class Trajectory:
 
     @property
     def beginning(self) -> str:
-        """A name of what the episode began with, equal in all episodes of a task; "" where it is
+        """A digest of what the episode began with, equal in all episodes of a task; "" if it is
         unknown.
-
-        With a single agent, its first prompt tells that too.
         """
         if self.begun or self.agent or not self.turns:
             return self.begun
+        # The first prompt of a single agent has everything that the environment showed.
         if isinstance(self.turns, SealedTurns):
             columns = self.turns.columns
             shown = columns.tokens_T[: columns.shown_K[0]]
@@ -506,8 +505,8 @@ class Trajectory:
         return blake2b(shown.tobytes() + named, digest_size=8).hexdigest()
 
     def unshared(self) -> "Trajectory":
-        """The same, for code that may change what it gets: its options, infos and calls are copies.
-        The experts, of which such code knows nothing, are left out.
+        """A copy for code that may change it: its options, infos and calls are copies. The experts,
+        which such code does not need, are left out.
 
         Raises:
             ConfigError: one of them cannot be copied.
@@ -529,17 +528,15 @@ class Trajectory:
         return replace(self, task=own, turns=tuple(turns), messages=messages, dropped=dropped)
 
     def sealed(self) -> "Trajectory":
-        """The same, whose turns and messages are arrays and bytes until somebody reads one
+        """The same, with turns and messages as arrays and bytes until one is read
         (`agentrl/tokens/sealed_turns.py`).
         """
         columns = columns_of(self.turns)
         rest = [_RestOfTurn.of(turn) for turn in self.turns]
         seal = Seal(pickle.dumps((rest, tuple(self.messages)), pickle.HIGHEST_PROTOCOL))
-        turns, said = (
-            SealedTurns(seal, columns, _made),
-            SealedMessages[Message](seal, len(self.messages)),
-        )
-        return replace(self, turns=turns, messages=said)
+        turns = SealedTurns(seal, columns, _rebuild_turns)
+        messages = SealedMessages[Message](seal, len(self.messages))
+        return replace(self, turns=turns, messages=messages)
 
     @property
     def trainable(self) -> bool:
@@ -675,7 +672,7 @@ class _RestOfTurn(NamedTuple):
         )
 
 
-def _made(columns: TurnColumns, rest: Sequence[_RestOfTurn]) -> list[Turn]:
+def _rebuild_turns(columns: TurnColumns, rest: Sequence[_RestOfTurn]) -> list[Turn]:
     """The turns of these columns."""
     turns: list[Turn] = []
     end_T = end_P = 0

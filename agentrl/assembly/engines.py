@@ -22,8 +22,9 @@ from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.opponents import Matches
 from agentrl.weights.config import WeightUpdate
 
-_STILL_LEASES = 4
-"""Leases for which an engine with requests may at least make no progress."""
+_STALL_LEASES = 4
+"""The least time without progress, in leases, after which an engine with requests counts as dead.
+"""
 
 
 @asynccontextmanager
@@ -66,7 +67,7 @@ def _router_over(
 ) -> Router:
     """A router over new engines that serve `model`, supervised as the cluster's settings say."""
     # However short the deadline of an answer is, a step that compiles kernels is no death.
-    patience = _STILL_LEASES * cluster.config.lease
+    stall_seconds = _STALL_LEASES * cluster.config.lease
     return Router(
         [make() for make in factories],
         update=update,
@@ -75,7 +76,7 @@ def _router_over(
         restarts=cluster.config.restarts,
         start_seconds=cluster.config.start_seconds,
         update_seconds=config.weights.for_model(model).seconds,
-        answer_seconds=max(answer_seconds or config.rollout.deadlines.generate, patience),
+        answer_seconds=max(answer_seconds or config.rollout.deadlines.generate, stall_seconds),
         seconds_per_context_token=config.rollout.deadlines.seconds_per_context_token,
         nodes=[factory.node for factory in factories],
         starts_per_node=cluster.config.starts_per_node,

@@ -1,5 +1,5 @@
-"""`Profiler`: records a trace of a run, from its beginning (`observe.profile`) or for a while when
-it is asked to.
+"""`Profiler`: records a trace of a run, from its beginning (`observe.profile`) or for a while on
+request.
 
 RUN/profile/NAME.pftrace    a trace for https://ui.perfetto.dev; `agentrl profile RUN` makes a table
 RUN/profile/NAME.request    seconds: asks a live run for a trace, which appears when it is whole
@@ -174,6 +174,7 @@ class _Recording:
         levels[CONTROLLER, LOOP_BUSY] = 100 * seconds / length
         costs = self._written_in + spans * self._costs[0] + turns * self._costs[1]
         levels[PROFILER, TRACING] = 100 * costs / length
+        # A counter keeps its value in the trace until another one, so idle ones are set to 0.
         for known in self._counters - levels.keys():
             levels[known] = 0.0
         self._counters |= levels.keys()

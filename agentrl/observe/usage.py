@@ -10,9 +10,7 @@ from typing import Any
 import psutil
 
 _LOOK_FOR_PROCESSES = 5
-"""Samples between two looks for processes that have been started: the whole table of processes is
-read.
-"""
+"""Samples between two looks for new processes, for which the whole process table is read."""
 
 
 class Usage:

@@ -72,14 +72,14 @@ async def sft(run: Run, settings: SftSettings) -> None:
         check_stage(run.config, "training")
     folder = await starting_model(run, settings.demonstrations)
     if settings.recordings is not None:
-        folder = await _after_recordings(run, settings.recordings, folder)
+        folder = await _imitate_recordings(run, settings.recordings, folder)
     if algorithm is None:
         run.display.say(f"the model is in {folder}")
     else:
         await train(run, algorithm, folder)
 
 
-async def _after_recordings(run: Run, config: RecordingsConfig, base: Path) -> Path:
+async def _imitate_recordings(run: Run, config: RecordingsConfig, base: Path) -> Path:
     """The folder of the model that imitates the recordings, maybe from an earlier launch."""
     final = run.folder / "sft"
     if not final.exists():

@@ -1,4 +1,4 @@
-"""What the controller and a rollout worker send each other.
+"""The messages between the controller and a rollout worker.
 
     controller ── Play, Cancel ─▶ worker      an episode, from its assignment to its trajectories
                ◀─ Sampled, Progress, Played, Raised, Cancelled ──
@@ -79,14 +79,14 @@ class ServesDirectly(NamedTuple):
 
 
 class AskedDirectly(NamedTuple):
-    """The requests of the worker to a replica, if something has changed since it said so last."""
+    """The worker's requests to a replica, if they have changed since its last such message."""
 
     engine: str
     door: "Door"
     live: int
-    """Those that are under way."""
+    """Requests in flight."""
     answers: int
-    """The answers since it said so last."""
+    """Answers since the last such message."""
 
 
 class ClockHeld(NamedTuple):
@@ -109,8 +109,8 @@ class Welcome(NamedTuple):
 
 
 class HavePlayed(NamedTuple):
-    """A worker of the run has played an episode that did not fail: what cannot be opened from now
-    on is away for a while, and not wrong.
+    """A worker of the run has played an episode that did not fail. So the settings are right: an
+    environment that cannot be opened from now on is only unavailable for a while.
     """
 
 

@@ -1,9 +1,9 @@
-"""How many rollout workers there should be: as many as the load needs, within bounds.
+"""The number of rollout workers: as many as the load needs, within bounds.
 
-An episode does not wait for a place in a worker, which takes any number of them. It waits for its
-turn in the worker's event loop, and does so the longer the larger the share of time is in which
-that loop is busy. So this share decides, whatever the loop is busy with: rendering, tokenising, or
-an environment that computes in the worker's process.
+A worker takes any number of episodes, so none waits for a place in it. But an episode waits for its
+turn in the worker's event loop, the longer the busier that is. So the share of time in which the
+loop is busy decides, whatever the loop is busy with: rendering, tokenising, or an environment that
+computes in the worker's process.
 """
 
 import math
@@ -15,9 +15,9 @@ and a half others on average (a queue with random arrivals and one server: 0.6 /
 TOLERANCE = 0.1
 """The number stays as it is while the share is within this part of its target."""
 PERIOD_SECONDS = 15.0
-"""Between two decisions, of which each is about the time since the last one."""
+"""Between two decisions, each of which is about the time since the last one."""
 PERIODS_TO_SHRINK = 20
-"""As many periods in a row must ask for fewer workers: five minutes in which episodes are played.
+"""Consecutive periods that must ask for fewer workers: five minutes in which episodes are played.
 A worker costs seconds to start, and one too many costs only its memory."""
 
 
@@ -47,7 +47,7 @@ class WorkerScaling:
         """The number of workers from now on.
 
         `count`: how many there are now. `busy`: the busy event loops since the last decision, on
-        average. A period without any episode is not to be decided on: it says nothing.
+        average. Periods without any episode are skipped by the caller: they carry no information.
         """
         needed = math.ceil(busy / TARGET_SHARE)
         if abs(busy / TARGET_SHARE / count - 1) <= TOLERANCE:
