@@ -36,6 +36,14 @@ class NamedPair:
 
 @cache
 def _settings_of(pair: NamedPair) -> type[PolicyLoss]:
+    settings = _make_settings(pair)
+    # The class is in no module under its name, so pickle, which takes settings to the ranks of a
+    # trainer, would not find it.
+    copyreg.pickle(settings, partial(_reduce, pair))
+    return settings
+
+
+def _make_settings(pair: NamedPair) -> type[PolicyLoss]:
     """The settings of the advantage; those of the surrogate keep type and docstring, and get its
     defaults.
     """
@@ -47,11 +55,7 @@ def _settings_of(pair: NamedPair) -> type[PolicyLoss]:
         changed = FieldInfo(default=default, description=field.description)
         fields[name] = (field.rebuild_annotation(), changed)
     fields["surrogate"] = (Literal[pair.surrogate], fields["surrogate"][1])
-    settings: type[PolicyLoss] = create_model("Config", __base__=base, **fields)
-    # The class is in no module under its name, so pickle, which takes settings to the ranks of a
-    # trainer, would not find it.
-    copyreg.pickle(settings, partial(_reduce, pair))
-    return settings
+    return create_model("Config", __base__=base, **fields)
 
 
 def _reduce(pair: NamedPair, settings: PolicyLoss) -> tuple[Any, ...]:
