@@ -25,13 +25,13 @@ SCHEME = "agent:"
 
 @dataclass(frozen=True, slots=True)
 class AgentAddress:
-    """The rest of an address after `agent:`. It stands where a factory of environments does, and
-    makes none."""
+    """The part of an address after `agent:`. It takes the place of an environment factory, and
+    cannot be called as one."""
 
     rest: str
 
     def __call__(self) -> Env:
-        """Say that this is no environment.
+        """Refuse: a program is no environment.
 
         Raises:
             ConfigError: always.
@@ -78,7 +78,10 @@ class AgentAddress:
                 f"env.python: there is no program {python!r}: write its path, or a name on the PATH"
             )
         child = Path(__file__).with_name("function_child.py")
-        places = [str(folder or "") if python else self._folder(), os.environ.get("PYTHONPATH", "")]
+        places = [
+            str(folder or "") if python else self._package_folder(),
+            os.environ.get("PYTHONPATH", ""),
+        ]
         return CommandAgent(
             join([found, str(child), self.rest]),
             {"PYTHONPATH": os.pathsep.join(filter(None, places))},
@@ -93,7 +96,7 @@ class AgentAddress:
             return preset
         return None
 
-    def _folder(self) -> str:
+    def _package_folder(self) -> str:
         """The folder of the function's package."""
         module = plugins.load("agents", self.rest).__module__
         file = Path(sys.modules[module].__file__ or "").absolute()

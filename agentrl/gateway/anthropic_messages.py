@@ -87,7 +87,9 @@ def _read(checked: Json, _: Json) -> WireRequest:
 
 
 def _without_effort(body: Json, _: AgentSession) -> Json:
-    """The body, in whose `output_config` only what constrains the answer is left."""
+    """The body without `output_config.effort`, which constrains no answer. Other entries stay, and
+    are refused.
+    """
     config = body.get("output_config")
     if not isinstance(config, dict):
         return body
@@ -96,7 +98,7 @@ def _without_effort(body: Json, _: AgentSession) -> Json:
 
 
 def _messages(message: Json, where: str) -> Iterator[Message]:
-    """The messages that one of Anthropic's is: results of tools stand in a message of the user."""
+    """The messages of one of Anthropic's, in which tool results are blocks of a user message."""
     role, content = message["role"], message["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if role == "assistant":
@@ -118,15 +120,15 @@ def _messages(message: Json, where: str) -> Iterator[Message]:
             texts.append(block)
             continue
         if texts:
-            yield _shown(role, texts, where)
+            yield _user_message(role, texts, where)
             texts = []
         said = content_of(block.get("content"), where, ("text",), _PICTURES)
         yield Message("tool", said.text, tool_call_id=block["tool_use_id"], images=said.images)
     if texts or not blocks:
-        yield _shown(role, texts, where)
+        yield _user_message(role, texts, where)
 
 
-def _shown(role: Any, blocks: Sequence[Json], where: str) -> Message:
+def _user_message(role: Any, blocks: Sequence[Json], where: str) -> Message:
     said = content_of(blocks, where, ("text",), _PICTURES)
     return Message(role, said.text, images=said.images)
 
@@ -154,7 +156,7 @@ def _tool(tool: Json) -> Mapping[str, Any]:
     return function(tool["name"], tool.get("description"), tool["input_schema"])
 
 
-def _reason(answer: AgentAnswer) -> Any:
+def _stop_reason(answer: AgentAnswer) -> Any:
     if answer.completion.finish_reason == "length":
         return "max_tokens"
     if answer.message.tool_calls:
@@ -162,7 +164,7 @@ def _reason(answer: AgentAnswer) -> Any:
     return "stop_sequence" if answer.stopped_at else "end_turn"
 
 
-def _blocks(answer: AgentAnswer) -> list[Any]:
+def _content_blocks(answer: AgentAnswer) -> list[Any]:
     from anthropic.types import TextBlock, ThinkingBlock, ToolUseBlock
 
     blocks: list[Any] = []
@@ -189,8 +191,8 @@ def _answer(call: AgentCall, model: str) -> "AnthropicMessage":
         type="message",
         role="assistant",
         model=model,
-        content=_blocks(answer),
-        stop_reason=_reason(answer),
+        content=_content_blocks(answer),
+        stop_reason=_stop_reason(answer),
         stop_sequence=answer.stopped_at or None,
         usage=Usage(
             input_tokens=call.prompt_length, output_tokens=len(answer.completion.token_ids)

@@ -55,7 +55,7 @@ class RequestOptions:
     format: AnswerFormat | None = None
 
     def applied(self, sampling: SamplingParams, *, trained: bool) -> SamplingParams:
-        """The run's sampling, with as much of the program's as it may set."""
+        """The run's sampling, with the options that a program may set."""
         update: dict[str, Any] = {}
         if self.max_tokens is not None and self.max_tokens < sampling.max_tokens:
             update["max_tokens"] = self.max_tokens
@@ -119,7 +119,7 @@ class AgentCall:
 
     @property
     def name(self) -> str:
-        """Its id for programs, which each protocol puts a word of its own before."""
+        """Its id for programs; each protocol puts a prefix before it."""
         return f"{self.episode}_{self.number}"
 
     @property
@@ -164,7 +164,7 @@ class AgentAnswer:
     extended: bool = False
     returned: bool = False
     stopped_at: str = ""
-    """The text of the program's that it stopped at, which is not in the message."""
+    """The program's stop text that ended it, which is not in the message."""
     reward: float = 0.0
     rewarded: bool = False
     """True if a reward came for it."""
@@ -204,6 +204,7 @@ def digest_of_tools(tools: Sequence[Mapping[str, Any]]) -> bytes:
 def digest_after(before: bytes, message: Message) -> bytes:
     """Identifies a conversation that one more message follows."""
     said = message.said.strip() if message.role == "assistant" else message.content
+    # Lengths separate the fields, so that no content can imitate another role or message.
     text = said.encode(errors="surrogatepass")
     whole = b"%b%b %d %b" % (before, message.role.encode(), len(text), text)
     if message.tool_calls:

@@ -71,15 +71,15 @@ class CallTree:
         digest = opening = setup = self._tools[1]
         answered, new, begins = b"", 0, False
         for position, message in enumerate(request.messages):
-            begins |= digest in self._asked
-            leads = digest == setup and message.role == "system"
+            begins |= digest in self._asked  # the messages so far are an earlier request
+            leads = digest == setup and message.role == "system"  # only system messages so far
             digest = digest_after(digest, message)
             setup = digest if leads else setup
             if message.role == "assistant":
                 answered, new = digest, position + 1
             elif not answered:
                 opening = digest
-        parent = self._freshest(answered)
+        parent = self._find_answer(answered)
         messages = request.messages if parent is None else request.messages[new:]
         if not self.calls:
             kind: CallKind = "start"
@@ -88,7 +88,7 @@ class CallTree:
         elif parent is not None:
             kind = "branch" if parent.extended else "extension"
         else:
-            kind = self._kind_of_another(request.messages, self._tools[1], setup, begins=begins)
+            kind = self._kind_without_parent(request.messages, self._tools[1], setup, begins=begins)
         return CallPlace(parent, messages, digest, opening, self._tools[1], setup, kind)
 
     def asked(self, digest: bytes) -> Sequence[AgentCall]:
@@ -151,19 +151,19 @@ class CallTree:
     def _is_of_another_model(self, answer: AgentAnswer) -> bool:
         return bool(self.by_name[True]) and not answer.call.by_name
 
-    def _freshest(self, digest: bytes) -> AgentAnswer | None:
-        """The answer that ends a conversation; of several that say the same, one that nothing goes
-        on after yet.
+    def _find_answer(self, digest: bytes) -> AgentAnswer | None:
+        """The answer at the end of a conversation; of several with the same text, one that no call
+        extends yet.
         """
         found = self._answers.get(digest)
         return (
             next((answer for answer in found if not answer.extended), found[0]) if found else None
         )
 
-    def _kind_of_another(
+    def _kind_without_parent(
         self, messages: Sequence[Message], tools: bytes, setup: bytes, *, begins: bool
     ) -> CallKind:
-        """The kind of a call that goes on after no answer. `begins`: its first messages are an
+        """The kind of a call that follows no known answer. `begins`: its first messages are an
         earlier request.
         """
         earlier = begins or any(
@@ -178,14 +178,16 @@ class CallTree:
         return "edit" if earlier else "subagent"
 
     def _quotes_answer(self, messages: Sequence[Message]) -> bool:
-        """True if an earlier answer stands in a message that is not an answer."""
+        """True if a message that is not an answer quotes an earlier answer."""
         given = [message.content for message in messages if message.role != "assistant"]
         texts = {answer.message.said.strip() for answer in self.answers()}
-        return any(len(text) >= _QUOTE and text in content for text in texts for content in given)
+        return any(
+            len(text) >= _SHORTEST_QUOTE and text in content for text in texts for content in given
+        )
 
 
-_QUOTE = 16
-"""Shorter answers than so many characters can stand in a message by chance."""
+_SHORTEST_QUOTE = 16
+"""Characters. Shorter answers can occur in a message by chance."""
 
 
 def messages_of(rows: Sequence[Sequence[AgentAnswer]]) -> tuple[Message, ...]:

@@ -45,18 +45,20 @@ def main(preset: Mapping[str, Any]) -> None:
         "home": str(home),
     }
     _write(home, {path: filled(text, values) for path, text in preset["files"].items()})
-    status = _played(preset, values, work, home)
+    status = _run_program(preset, values, work, home)
     _keep_transcripts(preset["transcript"], home, values["api_key"])
     if status not in preset["ends"]:
         sys.exit(f"{preset['program']} ended with status {status}")
     if test := options.get("test"):
-        passes = _passes(test, options.get("test_files") or {}, work, own / "tested")
+        passes = _run_test(test, options.get("test_files") or {}, work, own / "tested")
         Path(os.environ["AGENTRL_REWARD_FILE"]).write_text(
             json.dumps({"reward": float(passes), "success": passes})
         )
 
 
-def _played(preset: Mapping[str, Any], values: Mapping[str, str], work: Path, home: Path) -> int:
+def _run_program(
+    preset: Mapping[str, Any], values: Mapping[str, str], work: Path, home: Path
+) -> int:
     """Run the program to its end. Returns its exit status."""
     kept = {name: one for name, one in os.environ.items() if not name.startswith("XDG_")}
     own = {name: filled(text, values) for name, text in preset["variables"].items()}
@@ -91,8 +93,8 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
         file.write_text(content)
 
 
-def _passes(test: str, files: Mapping[str, str], work: Path, tested: Path) -> bool:
-    """Whether the test passes on a copy of the working folder, with its own files."""
+def _run_test(test: str, files: Mapping[str, str], work: Path, tested: Path) -> bool:
+    """True if the test passes on a copy of the working folder, over which its files are written."""
     shutil.copytree(work, tested, symlinks=True)
     _write(tested, files)
     done = subprocess.run(

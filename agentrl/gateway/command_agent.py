@@ -44,17 +44,16 @@ from agentrl.sandbox import network
 _LEADER = str(Path(__file__).with_name("command_leader.py"))
 _END_SECONDS = 15.0
 """Time for the leader to end what the command has started, in seconds."""
-_LAST_BYTES = 2000
+_TAIL_BYTES = 2000
 _START_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class CommandAgent:
-    """`AgentProgram` of a command, which a shell reads. `more`: variables that it gets beside the
-    usual ones.
+    """`AgentProgram` of a shell command. `more`: further environment variables.
 
-    `contained_by`: the registry whose server is all that it can reach by network; by default it can
-    reach what you can.
+    `contained_by`: the registry whose server is the only one that it can reach by network; by
+    default it can reach what you can.
     """
 
     command: str
@@ -68,32 +67,32 @@ class CommandAgent:
         make = partial(tempfile.mkdtemp, prefix="agentrl-agent-")
         folder = Path(await made_in_thread(make, undo=os.rmdir))
         try:
-            status = await self._status(assignment, folder)
+            status = await self._run_command(assignment, folder)
             if status:
                 raise EnvError(
                     f"the command {self.command!r:.200} ended with status {status}: {_tail(folder)}"
                 )
-            return _outcome(folder / "reward", self.command)
+            return _read_outcome(folder / "reward", self.command)
         finally:
             await run_to_completion(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
 
-    async def _status(self, assignment: ProgramAssignment, folder: Path) -> int:
+    async def _run_command(self, assignment: ProgramAssignment, folder: Path) -> int:
         """Run the command to its end. Returns its exit status."""
         if self.contained_by is None:
-            return await self._exit_status(self.command, assignment, folder)
+            return await self._run_leader(self.command, assignment, folder)
         ours, theirs = socket.socketpair()
         with ours, theirs:
             os.set_inheritable(theirs.fileno(), True)
             command = network.contained_command(self.command, theirs.fileno(), assignment.port)
             async with Flow("command") as flow:
                 running = flow.start(
-                    self._exit_status(command, assignment, folder, theirs), name="process"
+                    self._run_leader(command, assignment, folder, theirs), name="process"
                 )
-                with await self._listener(ours, folder) as listener:
+                with await self._receive_listener(ours, folder) as listener:
                     async with self.contained_by.accepting(listener):
                         return await running
 
-    async def _listener(self, channel: socket.socket, folder: Path) -> socket.socket:
+    async def _receive_listener(self, channel: socket.socket, folder: Path) -> socket.socket:
         """The socket that listens in the command's network.
 
         Raises:
@@ -110,7 +109,7 @@ class CommandAgent:
             )
         return socket.socket(fileno=sockets[0])
 
-    async def _exit_status(
+    async def _run_leader(
         self,
         command: str,
         assignment: ProgramAssignment,
@@ -118,7 +117,7 @@ class CommandAgent:
         channel: socket.socket | None = None,
     ) -> int:
         variables = _variables(assignment, folder) | dict(self.more or {})
-        if channel is not None:
+        if channel is not None:  # a contained command reaches no proxy
             variables = {
                 name: value
                 for name, value in variables.items()
@@ -138,7 +137,7 @@ class CommandAgent:
             pass_fds=() if channel is None else (channel.fileno(),),
         )
         if channel is not None:
-            channel.close()
+            channel.close()  # else the other end would not notice when the command is gone
         assert leader.stdout is not None
         try:
             return int(await leader.stdout.readline() or b"255")
@@ -152,8 +151,8 @@ def _close_received(received: tuple[bytes, list[int], int, Any]) -> None:
 
 
 async def _end_started_processes(leader: asyncio.subprocess.Process, key: str) -> None:
-    """Let the leader end what it has started. If it cannot, end those that can be found by the
-    episode's key.
+    """Let the leader end all that it has started, or kill the processes with the episode's key in
+    their environment if it cannot.
     """
     assert leader.stdin is not None
     leader.stdin.close()
@@ -161,7 +160,7 @@ async def _end_started_processes(leader: asyncio.subprocess.Process, key: str) -
         async with asyncio.timeout(_END_SECONDS):
             await leader.wait()
     if leader.returncode != 0:
-        await asyncio.to_thread(_kill_all_with, key)
+        await asyncio.to_thread(_kill_by_key, key)
     with suppress(ProcessLookupError):
         leader.kill()
     await leader.communicate()
@@ -179,7 +178,7 @@ def _variables(assignment: ProgramAssignment, folder: Path) -> dict[str, str]:
     return kept | agent_variables(assignment, folder)
 
 
-def _outcome(file: Path, command: str) -> AgentOutcome:
+def _read_outcome(file: Path, command: str) -> AgentOutcome:
     """The text that the command has written for its reward; nothing if it wrote nothing."""
     try:
         # A program may have made anything of it: a pipe, on which reading waits, or a link to a
@@ -200,13 +199,13 @@ def _tail(folder: Path) -> str:
     """The end of what the command printed."""
     try:
         with (folder / "output").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return file.read().decode(errors="replace").strip() or "it printed nothing"
     except OSError:
         return "it printed nothing"
 
 
-def _kill_all_with(key: str) -> None:
+def _kill_by_key(key: str) -> None:
     """Kill the processes whose environment has the episode's key."""
     mark = key.encode()
     for entry in Path("/proc").glob("[0-9]*/environ"):

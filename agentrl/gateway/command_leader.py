@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
-_MOST_ROUNDS = 2000
-_ROUND_SECONDS = 0.005
+_MAX_KILL_ROUNDS = 2000
+_KILL_ROUND_SECONDS = 0.005
 
 
 def main(command: str, output: str) -> None:
@@ -36,24 +36,26 @@ def main(command: str, output: str) -> None:
             stdout=file,
             stderr=file,
             start_new_session=True,
-            close_fds=False,  # it may have been given a socket
+            close_fds=False,  # a contained command inherits a socket (`pass_fds`)
         )
-    threading.Thread(target=_end_with_the_run, daemon=True).start()
+    threading.Thread(target=_end_when_run_ends, daemon=True).start()
     code = _exit_status(started.pid)
     _end_all()
     with suppress(BrokenPipeError):  # the run is gone
         os.write(1, f"{code}\n".encode())
 
 
-def _end_with_the_run() -> None:
-    while os.read(0, 1):
+def _end_when_run_ends() -> None:
+    while os.read(0, 1):  # returns nothing at the end of the pipe: the run has closed it, or died
         pass
     _end_all()
     os._exit(0)
 
 
 def _exit_status(command: int) -> int:
-    """Reap processes until the command has ended. Returns its exit status, as shells tell it."""
+    """Reap processes until the command has ended. Returns its exit status; after a signal, 128 and
+    the signal's number, as in a shell.
+    """
     while True:
         ended, status = os.wait()
         if ended == command:
@@ -62,15 +64,15 @@ def _exit_status(command: int) -> int:
 
 
 def _end_all() -> None:
-    """Kill all descendants. Those that are being started meanwhile are found in the next round."""
-    for _ in range(_MOST_ROUNDS):
+    """Kill all descendants, in rounds, because a process may fork before the signal reaches it."""
+    for _ in range(_MAX_KILL_ROUNDS):
         living = _descendants()
         if not living:
             return
         for process in living:
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
-        threading.Event().wait(_ROUND_SECONDS)
+        threading.Event().wait(_KILL_ROUND_SECONDS)
 
 
 def _descendants() -> list[int]:

@@ -73,12 +73,12 @@ class AgentEpisodeRunner:
                     flow.cancel()
         except RolloutError as error:
             failure = error
-        status = self._status(session, outcome, failure)
+        status = self._final_status(session, outcome, failure)
         return (trajectory_of(session, outcome, status, started, elapsed() - started),)
 
     async def _run(self, session: AgentSession, key: str) -> AgentOutcome:
         """Run the program, and wait for a reward that comes later."""
-        # A copy: what the program does to its options is seen by none beside it.
+        # A copy: the group's other members must not see what the program does to its options.
         task = replace(session.episode.task)
         outcome = await self.program.run(ProgramAssignment(task, self.registry.url, key))
         if outcome.reward is not None or session.refused:
@@ -95,9 +95,11 @@ class AgentEpisodeRunner:
                 ) from None
         return session.outcome or outcome
 
-    def _status(
+    def _final_status(
         self, session: AgentSession, outcome: AgentOutcome, failure: RolloutError | None
     ) -> Status:
+        # A hung program fails by its deadline, whatever its calls met before. Else a refused call
+        # or a failed engine is the cause, and what the program raised only its consequence.
         hung = isinstance(failure, DeadlineError)
         if session.refused and not hung:
             if session.first_too_long:

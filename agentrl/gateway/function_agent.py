@@ -62,7 +62,8 @@ class _Thread:
         self._lock = threading.Lock()
         self._cancelled = False
         self._inner: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
-        self.result.add_done_callback(_retrieve)
+        # Marks an error as retrieved: asyncio would log that of an abandoned call.
+        self.result.add_done_callback(lambda result: result.cancelled() or result.exception())
         threading.Thread(
             target=self._serve, name=f"agent-{assignment.task.id}", daemon=True
         ).start()
@@ -83,7 +84,7 @@ class _Thread:
         with self._lock:
             self._inner = None
         loop = self.result.get_loop()
-        if not loop.is_closed():
+        if not loop.is_closed():  # an abandoned thread may outlive the run
             loop.call_soon_threadsafe(self._settle, result, error)
 
     async def _call(self) -> Any:
@@ -102,15 +103,9 @@ class _Thread:
                 self._inner = None
 
     def _settle(self, result: Any, error: BaseException | None) -> None:
-        if self.result.done():
+        if self.result.done():  # cancelled meanwhile
             return
         if error is None:
             self.result.set_result(result)
         else:
             self.result.set_exception(as_exception(error))
-
-
-def _retrieve(result: "asyncio.Future[Any]") -> None:
-    """Mark an error as seen: an abandoned call's is of no interest."""
-    if not result.cancelled():
-        result.exception()

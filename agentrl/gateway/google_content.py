@@ -1,8 +1,7 @@
 """Google's `POST /v1beta/models/MODEL:generateContent`, and `:streamGenerateContent`.
 
-What the path says, the model and whether the answer is a stream, stands in the body when it is
-read. Names may be written like `systemInstruction` or like `system_instruction`, as Google's server
-reads them.
+The path names the model and asks for a stream or not; both are put into the body before it is read.
+Fields may be written like `systemInstruction` or like `system_instruction`, as at Google's server.
 """
 
 import json
@@ -31,6 +30,7 @@ from agentrl.gateway.wire import (
     pieces,
 )
 from agentrl.protocols import AnswerFormat
+from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import Message
 
 _FIELDS = Fields(
@@ -72,31 +72,36 @@ _OPTIONS = Fields(
         "responseModalities": ([], ["TEXT"], ["text"]),
     },
 )
-_READ_OVER = ("thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution")
-"""Fields of a part that say nothing which the model is shown."""
+_IGNORED_IN_PARTS = ("thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution")
+"""Fields of a part that do not change what the model reads."""
 _PARTS = ("text", "functionCall", "functionResponse", "inlineData")
 
 
 def _as_typed(body: Json, _: AgentSession) -> Json:
-    """The body with one spelling of its names. Of a count, the request that it is about."""
-    body = _renamed(body)
+    """The body with all names in camel case. The request that a `countTokens` body wraps is
+    unwrapped.
+    """
+    body = _camel_cased(body)
     inner = body.pop("generateContentRequest", None)
-    return body | _renamed(inner) if isinstance(inner, dict) else body
+    return body | _camel_cased(inner) if isinstance(inner, dict) else body
 
 
-def _renamed(value: Any, *, named: bool = False) -> Any:
-    """The same with names like `systemInstruction`. What programs name themselves (arguments,
-    results, schemas) stays as it is: `named`.
+def _camel_cased(value: Any, *, is_data: bool = False) -> Any:
+    """The value with names like `systemInstruction`. Names of the program's own, in arguments,
+    results and schemas (`is_data`), stay as they are.
     """
     if isinstance(value, list):
-        return [_renamed(one) for one in value]
-    if not isinstance(value, dict) or named:
+        return [_camel_cased(one) for one in value]
+    if not isinstance(value, dict) or is_data:
         return value
-    spelled = {_spelled(key): one for key, one in value.items()}
-    return {key: _renamed(one, named=key in _NAMED) for key, one in spelled.items()}
+    renamed = {}
+    for key, one in value.items():
+        name = _camel_case(key)
+        renamed[name] = _camel_cased(one, is_data=name in _USER_DATA)
+    return renamed
 
 
-_NAMED = (
+_USER_DATA = (
     "args",
     "response",
     "parameters",
@@ -107,7 +112,7 @@ _NAMED = (
 )
 
 
-def _spelled(name: str) -> str:
+def _camel_case(name: str) -> str:
     name = "responseJsonSchema" if name == "_responseJsonSchema" else name
     first, *others = name.split("_")
     return first + "".join(other.capitalize() for other in others)
@@ -133,7 +138,9 @@ def _read(checked: Json, body: Json) -> WireRequest:
         request,
         bool(checked.get("stream")),
         lambda session, call: json.dumps(_response(call, model)).encode(),
-        lambda session, call: _events(call, model) if events else _listed(call, model),
+        lambda session, call: (
+            map(event, _stream(call, model)) if events else _json_list(call, model)
+        ),
         "text/event-stream" if events else "application/json",
     )
 
@@ -171,8 +178,8 @@ def _format(config: Json) -> AnswerFormat | None:
 
 
 def _json_schema(schema: Any) -> Any:
-    """A schema of Google's own kind as JSON has it: its types are in capitals there. A JSON schema
-    stays as it is.
+    """A schema of Google's kind, whose types are in capitals, as a JSON schema. A JSON schema stays
+    as it is.
     """
     if isinstance(schema, list):
         return [_json_schema(one) for one in schema]
@@ -180,12 +187,12 @@ def _json_schema(schema: Any) -> Any:
         return schema
     made = {key: _json_schema(one) for key, one in schema.items()}
     kind = made.get("type")
-    if isinstance(kind, str) and kind.upper() in _TYPES:
+    if isinstance(kind, str) and kind.upper() in _GOOGLE_TYPES:
         made["type"] = kind.lower()
     return made
 
 
-_TYPES = ("STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL")
+_GOOGLE_TYPES = ("STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL")
 
 
 def _tools(tool: Json) -> Iterator[Mapping[str, Any]]:
@@ -202,8 +209,8 @@ def _tools(tool: Json) -> Iterator[Mapping[str, Any]]:
 
 
 def _messages_of(checked: Json, body: Json) -> list[Message]:
-    """The conversation. Contents of the model that follow each other are one answer, which a
-    client has kept as the parts of its stream.
+    """The conversation. Consecutive contents of the model are one answer, of whose stream the
+    client has kept each chunk.
     """
     given, raw = _contents(checked), _contents(body)
     messages = []
@@ -221,12 +228,12 @@ def _messages_of(checked: Json, body: Json) -> list[Message]:
         if answered:
             messages.append(_answer(answered, where))
             answered = []
-        messages += _said(parts, where)
+        messages += _user_messages(parts, where)
     return [*messages, _answer(answered, "contents")] if answered else messages
 
 
 def _contents(body: Json) -> Sequence[Json]:
-    """The contents of a body, which may be one without a list."""
+    """The contents of a body: a list, or a single one."""
     given = body.get("contents")
     return [] if given is None else [given] if isinstance(given, dict) else given
 
@@ -234,10 +241,10 @@ def _contents(body: Json) -> Sequence[Json]:
 def _check(part: Json, where: str) -> None:
     """Refuse what the model cannot be shown."""
     for name, value in part.items():
-        if value is not None and name not in (*_PARTS, "thought", *_READ_OVER):
+        if value is not None and name not in (*_PARTS, "thought", *_IGNORED_IN_PARTS):
             raise unsupported(f"{where}: {name}", "write text, or pictures as inlineData")
     for inner in (part.get("functionResponse") or {}).get("parts") or ():
-        if [name for name in inner if name not in ("inlineData", *_READ_OVER)]:
+        if [name for name in inner if name not in ("inlineData", *_IGNORED_IN_PARTS)]:
             raise unsupported(f"{where}: functionResponse.parts", "write pictures as inlineData")
 
 
@@ -258,15 +265,15 @@ def _answer(parts: Sequence[Json], where: str) -> Message:
     )
 
 
-def _said(parts: Sequence[Json], where: str) -> Iterator[Message]:
-    """The messages of a content of the user's: results stand beside texts there."""
+def _user_messages(parts: Sequence[Json], where: str) -> Iterator[Message]:
+    """The messages of one user content, in which tool results may stand between texts."""
     shown: list[Json] = []
     for part in parts:
         if "functionResponse" not in part:
             shown.append(part)
             continue
         if shown:
-            yield _shown(shown, where)
+            yield _user_message(shown, where)
             shown = []
         result = part["functionResponse"]
         yield Message(
@@ -274,19 +281,19 @@ def _said(parts: Sequence[Json], where: str) -> Iterator[Message]:
             _result(result.get("response") or {}),
             result.get("name", ""),
             tool_call_id=result.get("id", ""),
-            images=_seen(result.get("parts") or (), where).images,
+            images=_user_content(result.get("parts") or (), where).images,
         )
     if shown or not parts:
-        yield _shown(shown, where)
+        yield _user_message(shown, where)
 
 
-def _shown(parts: Sequence[Json], where: str) -> Message:
-    said = _seen(parts, where)
+def _user_message(parts: Sequence[Json], where: str) -> Message:
+    said = _user_content(parts, where)
     return Message("user", said.text, images=said.images)
 
 
-def _seen(parts: Sequence[Json], where: str) -> Said:
-    """Texts and pictures, whose kind other protocols write beside them."""
+def _user_content(parts: Sequence[Json], where: str) -> Said:
+    """Texts and pictures, given the `type` that parts have in the other protocols."""
     typed = [
         {"type": "picture", **part["inlineData"]}
         if "inlineData" in part
@@ -296,20 +303,18 @@ def _seen(parts: Sequence[Json], where: str) -> Said:
     return said_of(typed, where, ("text",), _PICTURES)
 
 
-_PICTURES = {
-    "picture": lambda part, where: read_base64(
-        _plain_base64(part.get("data")), part.get("mimeType"), where
-    ),
-}
+def _picture(part: Mapping[str, Any], where: str) -> EncodedImage:
+    data = part.get("data")
+    if isinstance(data, str):
+        data = data.replace("-", "+").replace("_", "/")  # Google's clients write URL-safe base64
+    return read_base64(data, part.get("mimeType"), where)
 
 
-def _plain_base64(data: Any) -> Any:
-    """Base64 with the usual two signs; Google's clients write those for addresses."""
-    return data.replace("-", "+").replace("_", "/") if isinstance(data, str) else data
+_PICTURES = {"picture": _picture}
 
 
 def _result(response: Json) -> str:
-    """The text of a result. Clients put what a function returns under one of these names."""
+    """The text of a result. Google's clients wrap a function's value in `result` or `output`."""
     if len(response) == 1 and (name := next(iter(response))) in ("result", "output"):
         value = response[name]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -317,7 +322,7 @@ def _result(response: Json) -> str:
 
 
 def _parts(answer: AgentAnswer) -> list[Json]:
-    """An answer as parts; at least one, because clients take none for a broken answer."""
+    """An answer as parts; at least one, because clients treat an empty list as an error."""
     thoughts = [{"text": answer.message.reasoning, "thought": True}]
     texts = [{"text": answer.message.said}]
     calls = [
@@ -341,7 +346,7 @@ def _candidate(answer: AgentAnswer, place: int, parts: Sequence[Json], *, ends: 
     return made
 
 
-def _described(call: AgentCall, model: str, candidates: Sequence[Json], *, ends: bool) -> Json:
+def _response_body(call: AgentCall, model: str, candidates: Sequence[Json], *, ends: bool) -> Json:
     thought = sum(answer.message.reasoning_tokens for answer in call.answers)
     sampled = sum(len(answer.completion.token_ids) for answer in call.answers)
     usage = {"promptTokenCount": call.prompt_length, "totalTokenCount": call.prompt_length}
@@ -364,35 +369,31 @@ def _response(call: AgentCall, model: str) -> Json:
         _candidate(answer, place, _parts(answer), ends=True)
         for place, answer in enumerate(call.answers)
     ]
-    return _described(call, model, candidates, ends=True)
+    return _response_body(call, model, candidates, ends=True)
 
 
 def _stream(call: AgentCall, model: str) -> Iterator[str]:
-    """The responses of a stream, each with a part of one answer. The last of an answer says why it
-    ended.
+    """The chunks of a stream, each with a part of one answer. The last of an answer has its finish
+    reason, and the very last the usage.
     """
     for place, answer in enumerate(call.answers):
-        parts = [one for part in _parts(answer) for one in _in_pieces(part)]
+        parts = [one for part in _parts(answer) for one in _split_text(part)]
         for number, part in enumerate(parts, 1):
             ends = number == len(parts)
             last = ends and place + 1 == len(call.answers)
             candidate = _candidate(answer, place, [part], ends=ends)
-            yield json.dumps(_described(call, model, [candidate], ends=last))
+            yield json.dumps(_response_body(call, model, [candidate], ends=last))
 
 
-def _in_pieces(part: Json) -> Iterator[Json]:
+def _split_text(part: Json) -> Iterator[Json]:
     if not part.get("text"):
         yield part
     for piece in pieces(part.get("text", "")):
         yield part | {"text": piece}
 
 
-def _events(call: AgentCall, model: str) -> Iterator[bytes]:
-    return (event(one) for one in _stream(call, model))
-
-
-def _listed(call: AgentCall, model: str) -> Iterator[bytes]:
-    """The same as one list, for clients that do not ask for events."""
+def _json_list(call: AgentCall, model: str) -> Iterator[bytes]:
+    """The chunks as one JSON list, for clients that do not ask for events."""
     for number, one in enumerate(_stream(call, model)):
         yield (",\r\n" if number else "[").encode() + one.encode()
     yield b"]"

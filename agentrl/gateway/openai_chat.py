@@ -85,8 +85,11 @@ def _read(checked: Json, _: Json) -> WireRequest:
     model, wants_logprobs = str(checked["model"]), bool(checked.get("logprobs"))
     with_usage = bool((checked.get("stream_options") or {}).get("include_usage"))
     stop = checked.get("stop") or ()
+    max_tokens = checked.get("max_completion_tokens")
+    if max_tokens is None:  # the older name
+        max_tokens = checked.get("max_tokens")
     options = RequestOptions(
-        max_tokens=_first_given(checked, "max_completion_tokens", "max_tokens"),
+        max_tokens=max_tokens,
         temperature=checked.get("temperature"),
         top_p=checked.get("top_p"),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
@@ -109,11 +112,6 @@ def _read(checked: Json, _: Json) -> WireRequest:
         ),
         lambda session, call: _chunks(session, call, model, wants_logprobs, with_usage),
     )
-
-
-def _first_given(checked: Json, *names: str) -> Any:
-    """The first of these fields that is not null."""
-    return next((checked[name] for name in names if checked.get(name) is not None), None)
 
 
 def _message(message: Json, place: int) -> Message:
@@ -155,7 +153,7 @@ def _tool(tool: Json) -> Mapping[str, Any]:
     return function(described["name"], described.get("description"), described.get("parameters"))
 
 
-def _finish(answer: AgentAnswer) -> Any:
+def _finish_reason(answer: AgentAnswer) -> Any:
     if answer.completion.finish_reason == "length":
         return "length"
     return "tool_calls" if answer.message.tool_calls else "stop"
@@ -195,13 +193,18 @@ def _completion(
         ]
         more: Json = {"tool_calls": calls} if calls else {}
         if answer.message.reasoning:
-            more["reasoning_content"] = answer.message.reasoning  # as vLLM and others have it
+            more["reasoning_content"] = answer.message.reasoning  # vLLM's extension
         message = ChatCompletionMessage(
             role="assistant", content=answer.message.said or None, refusal=None, **more
         )
         logprobs = _logprobs(session, answer) if wants_logprobs else None
         choices.append(
-            Choice(index=place, message=message, finish_reason=_finish(answer), logprobs=logprobs)
+            Choice(
+                index=place,
+                message=message,
+                finish_reason=_finish_reason(answer),
+                logprobs=logprobs,
+            )
         )
     return ChatCompletion(
         id=f"chatcmpl-{call.name}",
@@ -220,7 +223,7 @@ def _logprobs(session: AgentSession, answer: AgentAnswer) -> "ChoiceLogprobs":
     tokens = []
     for place, logprob in enumerate(answer.completion.logprobs.tolist()):
         text = session.decoded(answer.completion.token_ids[place : place + 1])
-        # Of a part of a character, the text has a mark, whose bytes are not the token's.
+        # A token with a part of a character decodes to U+FFFD, whose bytes are not the token's.
         known = None if "\ufffd" in text else list(text.encode())
         tokens.append(
             ChatCompletionTokenLogprob(token=text, bytes=known, logprob=logprob, top_logprobs=[])
@@ -250,7 +253,12 @@ def _chunks(
             yield chunk([Choice(index=place, delta=delta, finish_reason=None)])
         logprobs: Any = _logprobs(session, answer).model_dump() if wants_logprobs else None
         end = Choice.model_validate(
-            {"index": place, "delta": {}, "finish_reason": _finish(answer), "logprobs": logprobs}
+            {
+                "index": place,
+                "delta": {},
+                "finish_reason": _finish_reason(answer),
+                "logprobs": logprobs,
+            }
         )
         yield chunk([end])
     if with_usage:

@@ -113,12 +113,11 @@ def _read(checked: Json, body: Json) -> WireRequest:
 
 
 def _as_typed(body: Json, session: AgentSession) -> Json:
-    """The body as the vendor's type has it: its `text` with only what constrains the answer, and
-    tools with all fields.
+    """The body as the vendor's type requires it, which is stricter than OpenAI's server.
 
-    OpenAI's server does not need `strict` and `parameters`, and some libraries leave them out.
-    Others send, instead of what the model has said, references to it, or send it back with its text
-    alone.
+    Some libraries leave out `strict` and `parameters` of tools. Others send references to earlier
+    items instead of the items, or items of the model with their text alone. `text.verbosity`
+    constrains no answer, and is dropped.
     """
     text, tools, items = body.get("text"), body.get("tools"), body.get("input")
     if isinstance(items, list) and any(map(_is_reference, items)):
@@ -132,7 +131,7 @@ def _as_typed(body: Json, session: AgentSession) -> Json:
             "input": [_resolve_reference(item, known, place) for place, item in enumerate(items)]
         }
     if isinstance(body.get("input"), list):
-        body = body | {"input": [*map(_with_own_fields, body["input"])]}
+        body = body | {"input": [*map(_complete_item, body["input"])]}
     if isinstance(text, dict):
         left = {
             key: value for key, value in text.items() if key != "verbosity" and value is not None
@@ -140,22 +139,22 @@ def _as_typed(body: Json, session: AgentSession) -> Json:
         body = body | {"text": left}
     if isinstance(tools, list):
         body = body | {
-            "tools": [_with_all_fields(tool) if isinstance(tool, dict) else tool for tool in tools]
+            "tools": [_complete_tool(tool) if isinstance(tool, dict) else tool for tool in tools]
         }
     return body
 
 
-def _with_all_fields(tool: Json) -> Json:
-    """A tool as the answer repeats it: without the nulls that some libraries send, and others
-    refuse.
+def _complete_tool(tool: Json) -> Json:
+    """The tool with all required fields, and without nulls, which some libraries send and others
+    reject when the response repeats them.
     """
     return {"strict": False, "parameters": {}} | {
         name: value for name, value in tool.items() if value is not None
     }
 
 
-def _with_own_fields(item: Any) -> Any:
-    """An item with the fields that the type requires and OpenAI's server does not."""
+def _complete_item(item: Any) -> Any:
+    """The item with the fields that the type requires and OpenAI's server does not."""
     if not isinstance(item, dict):
         return item
     if item.get("type") == "reasoning":
@@ -163,18 +162,18 @@ def _with_own_fields(item: Any) -> Any:
     content = item.get("content")
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         return item
-    parts = [_OF_PARTS.get(str(part.get("type")), {}) | part for part in content]
+    parts = [_PART_DEFAULTS.get(str(part.get("type")), {}) | part for part in content]
     is_answer = item.get("role") == "assistant" and bool(parts)
     if is_answer and all(part.get("type") in ("output_text", "refusal") for part in parts):
         item = {"type": "message", "id": "", "status": "completed"} | item
     return item | {"content": parts}
 
 
-_OF_PARTS: Mapping[str, Json] = {
+_PART_DEFAULTS: Mapping[str, Json] = {
     "output_text": {"annotations": []},
     "input_image": {"detail": "auto"},
 }
-"""What a part has that says nothing else."""
+"""Fields that the type of a part requires, with values that change nothing."""
 
 
 def _is_reference(item: Any) -> bool:
@@ -182,10 +181,10 @@ def _is_reference(item: Any) -> bool:
 
 
 def _resolve_reference(item: Any, known: Mapping[str, Any], place: int) -> Any:
-    """The item that an item refers to, if it is a reference.
+    """The item that a reference names; any other item as it is.
 
     Raises:
-        CallRefusedError: the model has said no such thing.
+        CallRefusedError: the episode has no such item.
     """
     if not _is_reference(item):
         return item
@@ -196,7 +195,9 @@ def _resolve_reference(item: Any, known: Mapping[str, Any], place: int) -> Any:
 
 
 def _messages(items: list[Json]) -> Iterator[Message]:
-    """The messages that items are: an answer's text and its calls are several items."""
+    """The messages of items. The text and the calls of one answer are separate items, which are
+    gathered until another item follows.
+    """
     texts: list[str] = []
     calls: list[ToolCall] = []
     for place, item in enumerate(items):

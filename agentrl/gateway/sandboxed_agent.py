@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 PORT = 41017
 """The gateway's port inside: the same in all sandboxes, so that prompts that name it are alike."""
 _OWN_FOLDER, _WORK_FOLDER = "agentrl", "work"
-_LAST_CHARACTERS = 2000
-_LARGEST_HOME = 256 << 20
+_TAIL_CHARACTERS = 2000
+_MAX_HOME_BYTES = 256 << 20
 """Bytes of a home in which transcripts are looked for."""
 
 
@@ -99,18 +99,18 @@ class SandboxedAgent:
         try:
             assert sandbox.listener is not None
             async with self.registry.accepting(sandbox.listener):
-                outcome = await self._played(sandbox, inside)
+                outcome = await self._run_program(sandbox, inside)
             if not task.test:
                 return outcome
             async with sandboxes.work_in(sandbox) as made:
-                await sandbox.close()
+                await sandbox.close()  # before the test, so that nothing the program left runs on
                 reward = await sandboxes.verdict(made)
         finally:
             await sandbox.close()
         return AgentOutcome(reward, reward >= 1)
 
     async def _check(self) -> None:
-        """Refuse what cannot be played, before a task is."""
+        """Refuse what cannot run here, before the first task."""
         offers, name = self._provider.offers, self.place.sandbox.get("name", "jail")
         if not offers.serves_port:
             raise ConfigError(
@@ -122,25 +122,24 @@ class SandboxedAgent:
             return  # each task names its own
         sandbox = await self._provider.start(self._spec({}))
         try:
-            if isinstance(self.agent, CodingAgent):
-                await self._check_program(sandbox, self.agent)
+            if not isinstance(self.agent, CodingAgent):
+                return
+            agent = self.agent
+            found = await sandbox.run(Command(shell(f"command -v {agent.program}")))
+            if found.exit:
+                raise ConfigError(
+                    f"env.agent.where=inside: there is no program {agent.program!r} in the sandbox:"
+                    f" install it in the image by `{agent.install}`, or show a jail the folder with"
+                    " bin/ in which it is (env.agent.sandbox.paths)"
+                )
         finally:
             await sandbox.close()
 
-    async def _check_program(self, sandbox: Sandbox, agent: CodingAgent) -> None:
-        found = await sandbox.run(Command(shell(f"command -v {agent.program}")))
-        if found.exit:
-            raise ConfigError(
-                f"env.agent.where=inside: there is no program {agent.program!r} in the sandbox:"
-                f" install it in the image by `{agent.install}`, or show a jail the folder with"
-                " bin/ in which it is (env.agent.sandbox.paths)"
-            )
-
-    async def _played(self, sandbox: Sandbox, inside: ProgramAssignment) -> AgentOutcome:
+    async def _run_program(self, sandbox: Sandbox, inside: ProgramAssignment) -> AgentOutcome:
         """Run the program to its end, and return what it has written for its reward."""
         own = Path(self._provider.offers.root or "/tmp", _OWN_FOLDER)
         home = str(own / "home")
-        call = self._call(inside, home)
+        call = self._prepare_call(inside, home)
         await sandbox.upload(archive_of(call.files), home)
         variables = {**agent_variables(inside, own), "HOME": home, **call.variables}
         done = await sandbox.run(
@@ -148,10 +147,10 @@ class SandboxedAgent:
         )
         if call.transcript:
             await _keep_transcripts(sandbox, call.transcript, home, inside.api_key)
-        _check_ended(done, call)
-        return await _reward(sandbox, str(own / "reward"), call.name)
+        _raise_if_failed(done, call)
+        return await _read_outcome(sandbox, str(own / "reward"), call.name)
 
-    def _call(self, inside: ProgramAssignment, home: str) -> "_Call":
+    def _prepare_call(self, inside: ProgramAssignment, home: str) -> "_Call":
         if isinstance(self.agent, str):
             return _Call(self.agent, shell(self.agent))
         agent = self.agent
@@ -202,9 +201,9 @@ class SandboxedAgent:
         return self._lent[0]
 
 
-def _check_ended(done: Executed, call: _Call) -> None:
-    """Raise if the program has not ended by itself, or with a status that it ends with."""
-    said = f"{done.stdout}{done.stderr}".strip()[-_LAST_CHARACTERS:] or "it printed nothing"
+def _raise_if_failed(done: Executed, call: _Call) -> None:
+    """Raise if the program was ended by a limit, or with a status that means failure."""
+    said = f"{done.stdout}{done.stderr}".strip()[-_TAIL_CHARACTERS:] or "it printed nothing"
     if done.ended_by != "itself":
         raise EnvError(
             f"{call.name!r:.200} used up its {done.ended_by} (env.agent), and was ended: {said}"
@@ -213,7 +212,7 @@ def _check_ended(done: Executed, call: _Call) -> None:
         raise EnvError(f"{call.name!r:.200} ended with status {done.exit}: {said}")
 
 
-async def _reward(sandbox: Sandbox, path: str, name: str) -> AgentOutcome:
+async def _read_outcome(sandbox: Sandbox, path: str, name: str) -> AgentOutcome:
     try:
         written = (await sandbox.read(path, most=LONGEST_REWARD)).decode()
     except FileNotFoundError:
@@ -229,7 +228,7 @@ async def _keep_transcripts(sandbox: Sandbox, pattern: str, home: str, key: str)
     if folder is None:
         return
     try:
-        files = files_of(await sandbox.download(home, most=_LARGEST_HOME))
+        files = files_of(await sandbox.download(home, most=_MAX_HOME_BYTES))
     except (OSError, ValueError) as error:
         logger.warning("a transcript was not kept: %s", error)
         return

@@ -168,10 +168,14 @@ class CallEndpoint:
             for name, value in reversed(scope["headers"])
         }
         session = self.registry.session(_key(headers) or _key_in_query(scope))
-        asked = await _read(self.protocol, receive, session, _said_by_path(scope))
+        asked = await _read(self.protocol, receive, session, _fields_in_path(scope))
         asked = asked.with_headers(headers)
         transport = scope.get("state", {}).get("transport")  # of `idle_timeout`
-        is_there = _always if transport is None else lambda: not transport.is_closing()
+
+        def is_there() -> bool:
+            """True while the client is connected; without a transport, nobody can tell."""
+            return transport is None or not transport.is_closing()
+
         async with session.asking(asked.request, is_there) as call:
             await self._send(session, asked, call, send, is_there)
 
@@ -199,13 +203,11 @@ class CallEndpoint:
         for part in parts[:-1]:
             await send({"type": "http.response.body", "body": part, "more_body": True})
             await asyncio.sleep(0)  # a broken connection is noticed here
+        # The last part is sent only after this check: a client that has gone before it has no whole
+        # answer, asks again, and must not find the call delivered.
         await asyncio.sleep(0)
         call.delivered |= is_there()
         await send({"type": "http.response.body", "body": parts[-1], "more_body": False})
-
-
-def _always() -> bool:
-    return True
 
 
 class GatewayServer(uvicorn.Server):
@@ -333,11 +335,14 @@ def create_app(
     registry: SessionRegistry, agents: RemoteAgents | None = None, token: str = ""
 ) -> FastAPI:
     """The ASGI application. Agents elsewhere show `token` to get tasks."""
-    app = FastAPI(title="agentrl gateway", responses=_refusals(), docs_url=None, redoc_url=None)
+    statuses: dict[int | str, dict[str, Any]] = {
+        status: {"description": meaning} for status, meaning in STATUSES.items()
+    }
+    app = FastAPI(title="agentrl gateway", responses=statuses, docs_url=None, redoc_url=None)
     _add_calls(app, registry)
 
-    # Before the models, among whose names a method would be looked for.
-    _add_googles(app, registry)
+    # Before the models: `/v1/models/{model}` would match `NAME:generateContent` too.
+    _add_google(app, registry)
     _add_models(app, registry)
 
     @app.post("/v1/rewards", openapi_extra={"requestBody": _body_of(PostedReward)})
@@ -388,26 +393,30 @@ _Posted = TypeVar("_Posted", bound=BaseModel)
 
 
 async def _read_post(kind: type[_Posted], request: Request) -> _Posted:
-    """The body of a request, whatever its headers say that it is: curl says something else unless
-    it is told.
+    """The body of a request, read as JSON whatever its content type says: curl names a form by
+    default.
     """
     body = await request.body()
-    if len(body) > _LONG:  # each field that there is not is a finding, which costs microseconds
+    if (
+        len(body) > _LONG_BYTES
+    ):  # each field that there is not is a finding, which costs microseconds
         raise CallRefusedError(
-            413, "request_too_large", f"the body is longer than {_LONG} bytes: it has few fields"
+            413,
+            "request_too_large",
+            f"the body is longer than {_LONG_BYTES} bytes: it has few fields",
         )
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         wrong = (
             f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}"
-            for one in error.errors()[:_MOST_FINDINGS]
+            for one in error.errors()[:_MAX_FAULTS]
         )
         raise invalid("; ".join(wrong)) from None
 
 
-_MOST_FINDINGS = 3
-"""What is wrong with a body, of which a refusal says so much."""
+_MAX_FAULTS = 3
+"""The number of faults of a body that a refusal lists."""
 
 
 def _body_of(kind: type[BaseModel]) -> dict[str, Any]:
@@ -446,8 +455,8 @@ def _add_tasks(app: FastAPI, agents: RemoteAgents, token: str) -> None:
 
 def _add_calls(app: FastAPI, registry: SessionRegistry) -> None:
     async def answer() -> None:
-        """Described here and answered by `CallEndpoint`: what FastAPI does for other routes costs
-        as much as a call.
+        """For the OpenAPI description only. `CallEndpoint` replaces it below, because FastAPI's own
+        handling of a request costs as much as a call.
         """
 
     for protocol in (CHAT, RESPONSES, MESSAGES):
@@ -476,19 +485,19 @@ def _add_models(app: FastAPI, registry: SessionRegistry) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> ModelList | GoogleModelList:
         session = registry.session(_key(request.headers))
-        if _GOOGLES_KEY in request.headers:
+        if _GOOGLE_KEY in request.headers:
             return GoogleModelList.of(session)
         return ModelList(data=[ModelEntry(id=session.model, max_model_len=session.max_context)])
 
     @app.get("/v1/models/{model}")
     async def one_model(model: str, request: Request) -> ModelEntry | GoogleModelEntry:
         session = registry.session(_key(request.headers))
-        if _GOOGLES_KEY in request.headers:
+        if _GOOGLE_KEY in request.headers:
             return GoogleModelEntry.of(session, model)
         return ModelEntry(id=model, max_model_len=session.max_context)
 
 
-def _add_googles(app: FastAPI, registry: SessionRegistry) -> None:
+def _add_google(app: FastAPI, registry: SessionRegistry) -> None:
     """Google's protocol, whose paths say which model is asked, and whether for a stream."""
 
     async def answer(model: str) -> None:
@@ -524,7 +533,7 @@ def _add_googles(app: FastAPI, registry: SessionRegistry) -> None:
             return {"totalTokens": session.prompt_length(asked.request)}
 
         if version == "v1":
-            continue  # there OpenAI's clients look
+            continue  # OpenAI's clients list models there (`_add_models`)
 
         @app.get(models, operation_id=f"models_{version}")
         async def listed(request: Request) -> GoogleModelList:
@@ -535,8 +544,8 @@ def _add_googles(app: FastAPI, registry: SessionRegistry) -> None:
             return GoogleModelEntry.of(session_of(request), model)
 
 
-def _said_by_path(scope: Scope) -> Mapping[str, Any]:
-    """The fields of a request of Google's that stand in its path and query."""
+def _fields_in_path(scope: Scope) -> Mapping[str, Any]:
+    """The fields of a Google request that its path and query carry."""
     model = scope.get("path_params", {}).get("model")
     if model is None:
         return {}
@@ -546,7 +555,7 @@ def _said_by_path(scope: Scope) -> Mapping[str, Any]:
 
 def _key_in_query(scope: Scope) -> str:
     """The key in the query, where some of Google's clients write it."""
-    return _query(scope).get("key", "") if _GEMINI.match(scope["path"]) else ""
+    return _query(scope).get("key", "") if _GOOGLE_PATHS.match(scope["path"]) else ""
 
 
 def _query(scope: Scope) -> Mapping[str, str]:
@@ -567,13 +576,14 @@ async def _read(
     if not protocol.loaded:
         await asyncio.to_thread(protocol.load)
     body = {**body, **by_path} if isinstance(body, dict) else body
-    if len(raw) > _LONG:  # pictures are decoded
+    if len(raw) > _LONG_BYTES:  # pictures are decoded
         return await asyncio.to_thread(protocol.read, body, session)
     return protocol.read(body, session)
 
 
-_LONG = 64 << 10
-"""Bytes of a call that is read beside the event loop, and of what is no call and is refused."""
+_LONG_BYTES = 64 << 10
+"""Bytes. Longer calls are read in a thread, so that the event loop stays free; longer rewards and
+failures are refused."""
 
 
 _ANSWERS: dict[str, Any] = {
@@ -584,7 +594,7 @@ _PARTS: dict[str, Any] = {
     **_ANSWERS,
     "application/json": {"schema": {"type": "array", "items": {"type": "object"}}},
 }
-"""What a stream of Google's consists of: a list, unless events are asked for."""
+"""Google's streams: one JSON list, unless the client asks for events (`?alt=sse`)."""
 
 
 def _describe_body(protocol: WireProtocol) -> dict[str, Any]:
@@ -608,16 +618,14 @@ def _describe_body(protocol: WireProtocol) -> dict[str, Any]:
 
 
 def _key(headers: Mapping[str, str]) -> str:
-    """The key that a request carries. Some clients send the header of a key that they do not have,
-    which is empty, beside another.
-    """
+    """The API key of a request. Some clients send two of these headers, one of them empty."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     bearer = key.strip() if scheme.lower() == "bearer" else ""
-    return headers.get(_GOOGLES_KEY) or bearer or headers.get("x-api-key", "")
+    return headers.get(_GOOGLE_KEY) or bearer or headers.get("x-api-key", "")
 
 
 def _add_refusals(app: FastAPI) -> None:
-    """Answer all errors in the form of the protocol that was spoken."""
+    """Answer all errors in the form of the request's protocol."""
 
     def say(
         request: Request,
@@ -626,7 +634,7 @@ def _add_refusals(app: FastAPI) -> None:
         detail: str,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        spoken = _GOOGLES_PATH if _GOOGLES_KEY in request.headers else request.url.path
+        spoken = _GOOGLE_PATH if _GOOGLE_KEY in request.headers else request.url.path
         return JSONResponse(_refusal(spoken, status, code, detail), status, headers)
 
     @app.exception_handler(CallRefusedError)
@@ -643,9 +651,9 @@ def _add_refusals(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refuse_otherwise(request: Request, error: HTTPException) -> Response:
         path, status, detail = request.url.path, error.status_code, error.detail
-        if status == 404 or (request.method == "POST" and _NO_METHOD.match(path)):
-            status = 404  # at Google, the method stands in the path
-            detail = f"there is no {request.method} {path:.200}. {_CALLS_GO}"
+        if status == 404 or (request.method == "POST" and _MODEL_METHOD.match(path)):
+            status = 404  # Google puts the method into the path, so an unknown one is no 405
+            detail = f"there is no {request.method} {path:.200}. {_KNOWN_PATHS}"
         return say(request, status, "invalid_request", detail, error.headers)
 
     @app.exception_handler(Exception)
@@ -655,22 +663,22 @@ def _add_refusals(app: FastAPI) -> None:
 
 def _refusal(path: str, status: int, code: str, detail: str) -> Mapping[str, Any]:
     """The body of a refusal, in the form of the protocol that is spoken at a path."""
-    if _GEMINI.match(path):
+    if _GOOGLE_PATHS.match(path):
         return {
             "error": {
                 "code": status,
                 "message": detail,
-                "status": _GOOGLES.get(status, "INVALID_ARGUMENT"),
+                "status": _GOOGLE_STATUSES.get(status, "INVALID_ARGUMENT"),
             }
         }
-    kind = _TYPES.get(status, "invalid_request_error")
+    kind = _ERROR_TYPES.get(status, "invalid_request_error")
     if path.startswith("/v1/messages"):
         return {"type": "error", "error": {"type": kind, "message": detail}}
     return {"error": {"message": detail, "type": kind, "param": None, "code": code}}
 
 
 _CODES = {403: "forbidden", 408: "request_timeout", 413: "request_too_large"}
-_TYPES = {
+_ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -681,8 +689,8 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""The names of finish reasons at Anthropic."""
-_GOOGLES = {
+"""Error types by status: Anthropic's names, which OpenAI's form carries too."""
+_GOOGLE_STATUSES = {
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
     404: "NOT_FOUND",
@@ -692,14 +700,10 @@ _GOOGLES = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-"""The names of finish reasons at Google."""
-_GEMINI = re.compile(r"/v1(?:alpha|beta)\d*/|/v1/(?:models|publishers)/.+:[a-zA-Z]+$")
-"""The paths of Google's protocol, at which refusals have its form."""
-_NO_METHOD = re.compile(r"/v1(?:alpha|beta)?/models/[^/]+:[a-zA-Z]+$")
-"""Those with a method of Google's, of which the ones that are here have been found."""
-_GOOGLES_PATH, _GOOGLES_KEY = "/v1beta/", "x-goog-api-key"
-_CALLS_GO = f"Calls go to {CHAT.path}, {RESPONSES.path}, {MESSAGES.path} and {GENERATE.path}"
-
-
-def _refusals() -> dict[int | str, dict[str, Any]]:
-    return {status: {"description": meaning} for status, meaning in STATUSES.items()}
+"""Google's names of error statuses."""
+_GOOGLE_PATHS = re.compile(r"/v1(?:alpha|beta)\d*/|/v1/(?:models|publishers)/.+:[a-zA-Z]+$")
+"""Paths of Google's protocol. Refusals have its form there."""
+_MODEL_METHOD = re.compile(r"/v1(?:alpha|beta)?/models/[^/]+:[a-zA-Z]+$")
+"""Model paths with a method of Google's. Known ones are routed, so here the method is unknown."""
+_GOOGLE_PATH, _GOOGLE_KEY = "/v1beta/", "x-goog-api-key"
+_KNOWN_PATHS = f"Calls go to {CHAT.path}, {RESPONSES.path}, {MESSAGES.path} and {GENERATE.path}"

@@ -39,14 +39,14 @@ from agentrl.tokens.placed_images import PlacedImage
 from agentrl.trajectory import Message, ToolCall
 
 logger = logging.getLogger(__name__)
-_WORDS = ("", "chatcmpl-", "resp_", "msg_")
-"""The prefixes of the ids of answers in the protocols."""
-_SPENT = {
+_ID_PREFIXES = ("", "chatcmpl-", "resp_", "msg_")
+"""What each protocol puts before the id of an answer."""
+_LIMIT_CODES = {
     "turns": "turn_limit_exceeded",
     "tokens": "token_limit_exceeded",
     "seconds": "time_limit_exceeded",
 }
-"""The message to programs when a limit of `rollout.budget` is reached."""
+"""Error codes for programs, by the exhausted limit of `rollout.budget`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,11 @@ class CallLimits:
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A call with what it was asked by, which is kept as long as the episode: not the messages, of
-    which it is the digest.
+    """A call, and the request that it answers, by which a retry is recognised. It is kept as long
+    as the episode, so it holds a digest instead of the messages.
 
-    `under_way`: set when it has all of its answers, or has failed, and None from then on.
-    `listeners`: those who wait for it; each says whether it is still there.
+    `under_way`: set when the call has all of its answers, or has failed; None from then on.
+    `listeners`: one for each connection that waits for it, true while the connection lasts.
     """
 
     call: AgentCall
@@ -82,8 +82,8 @@ class _Pending:
 
     @property
     def lost(self) -> bool:
-        """True if its answer was lost on the way: a program may also ask the same again to get
-        another answer.
+        """True if no program has its answer or waits for it. A program that has one and sends the
+        same request again wants another answer.
         """
         return not (self.call.delivered or any(is_there() for is_there in self.listeners))
 
@@ -158,7 +158,7 @@ class AgentSession:
         if self.closed:
             raise CallRefusedError(401, "episode_over", "the episode of this key is over")
         self.used = now()
-        pending = self._pending_of(self._as_sampled(request))
+        pending = self._find_or_begin(self._with_sampled_ids(request))
         pending.listeners.append(is_there)
         try:
             if pending.under_way is not None:
@@ -176,7 +176,7 @@ class AgentSession:
         Raises:
             CallRefusedError: the chat template refuses it.
         """
-        asked = self._as_sampled(request)
+        asked = self._with_sampled_ids(request)
         place = self.tree.place(asked)
         return place.known + len(self._render_request(asked, place)[0])
 
@@ -188,7 +188,7 @@ class AgentSession:
         """
         word, _, own = answer_id.rpartition(f"{self.name}_")
         for answer in self.tree.answers():
-            if answer.id == own and word in _WORDS:
+            if answer.id == own and word in _ID_PREFIXES:
                 return answer
         raise CallRefusedError(404, "no_such_call", f"the episode has no answer {answer_id!r:.80}")
 
@@ -221,20 +221,18 @@ class AgentSession:
         """The answers that are in no row: for each reason their number, and the tokens that the
         engine returned for them.
         """
+        dropped: dict[str, tuple[int, int]] = {}
         answers = {"unseen": self.tree.unseen(), "other_model": self.tree.of_another_model()}
-        found = {
-            **{
-                why: (len(own), sum(len(one.completion.token_ids) for one in own))
-                for why, own in answers.items()
-            },
-            "unfinished": (
-                sum(isinstance(call.error, CallEndedError) for call in self.tree.calls),
-                0,
-            ),
-        }
-        return {why: counts for why, counts in found.items() if counts[0]}
+        for reason, unused in answers.items():
+            if unused:
+                tokens = sum(len(answer.completion.token_ids) for answer in unused)
+                dropped[reason] = len(unused), tokens
+        unfinished = sum(isinstance(call.error, CallEndedError) for call in self.tree.calls)
+        if unfinished:
+            dropped["unfinished"] = unfinished, 0
+        return dropped
 
-    def _pending_of(self, request: ChatRequest) -> _Pending:
+    def _find_or_begin(self, request: ChatRequest) -> _Pending:
         place = self.tree.place(request)
         pending = self._by_request.get(request.request_id) if request.request_id else None
         if pending is not None and (pending.digest, pending.options, pending.count) != (
@@ -248,19 +246,19 @@ class AgentSession:
                 f"the request id {request.request_id!r:.80} came with other content before",
             )
         if pending is None:
-            pending = self._asked_before(request, place)
+            pending = self._find_retried(request, place)
         if pending is None or pending.failed:
             pending = self._begin(request, place)
         if request.request_id:
             self._by_request[request.request_id] = pending
         return pending
 
-    def _asked_before(self, request: ChatRequest, place: CallPlace) -> _Pending | None:
-        """The call that a request asks for once more: the newest one, if the program says so, else
-        one that was lost.
+    def _find_retried(self, request: ChatRequest, place: CallPlace) -> _Pending | None:
+        """The earlier call that a request retries, if it is a retry: the newest with the same
+        content if the client marks it as one, else one whose answer was lost.
 
-        It says so about what it has asked last: an earlier call with the same content has had its
-        own answer.
+        A client retries the call that it has made last; an earlier one with the same content has
+        had its own answer.
         """
         asked = [self._pending[call] for call in self.tree.asked(place.digest)]
         by_name = self._is_by_name(request)
@@ -309,6 +307,7 @@ class AgentSession:
             )
         if matters:
             self.refused, self.first_too_long = "", 0
+        # Until it has answers. If the episode's flow cancels the task, this is what remains.
         call.error = CallEndedError("the episode ended before the call")
         thread = self._thread(call)
         self.tree.begin(call, place, len(request.messages))
@@ -325,8 +324,8 @@ class AgentSession:
         pending.under_way = None
 
     def _check_limits(self, request: ChatRequest, turns: int, *, matters: bool) -> None:
-        """`turns`: how many calls there were that count as such. `matters`: its answer is trained
-        on.
+        """Refuse a call beyond a limit. `turns`: the number of earlier calls that count as turns.
+        `matters`: its answer is trained on.
         """
         limits = self._limits
         usage = self.episode.usage
@@ -336,7 +335,7 @@ class AgentSession:
             self.refused = spent if matters else self.refused
             limit = getattr(usage.budget, spent)
             text = f"the episode has used up its {limit:g} {spent} (rollout.budget.{spent})"
-            raise CallRefusedError(400, _SPENT[spent], text)
+            raise CallRefusedError(400, _LIMIT_CODES[spent], text)
         if request.options.format is not None:
             self._check_format(request)
         if request.count > limits.answers:
@@ -389,8 +388,8 @@ class AgentSession:
             ) from error
 
     def _thread(self, call: AgentCall) -> str:
-        """The engine's session of a call: that of the answer before, if nothing else goes on after
-        it.
+        """The engine's session of a call: its parent's if the call is the first to extend that, so
+        that the engine reuses the cached prefix; else a new one.
         """
         parent = call.parent
         if parent is not None and not parent.extended and parent.call.by_name == call.by_name:
@@ -402,22 +401,20 @@ class AgentSession:
         on.
         """
         call = pending.call
-        sampled = await self._all_sampled(call, request, thread)
+        sampled = await self._sample_all(call, request, thread)
         for answer in sampled:
             if isinstance(answer, AgentAnswer):
-                self._keep(answer, pending.digest)
+                answer.digest = digest_after(pending.digest, answer.message)
+                self.tree.answered(answer)
+                for given, sampled_call in zip(
+                    answer.calls, answer.message.tool_calls, strict=True
+                ):
+                    self._calls_of_tools[given.id] = sampled_call
         call.error = next((one for one in sampled if not isinstance(one, AgentAnswer)), None)
         refused = isinstance(call.error, FormatError | ImagesRefusedError)
         self.engine_error = None if refused else call.error
 
-    def _keep(self, answer: AgentAnswer, asked: bytes) -> None:
-        answer.digest = digest_after(asked, answer.message)
-        self.tree.answered(answer)
-        self._calls_of_tools |= {
-            own.id: call for own, call in zip(answer.calls, answer.message.tool_calls, strict=True)
-        }
-
-    async def _all_sampled(
+    async def _sample_all(
         self, call: AgentCall, request: ChatRequest, thread: str
     ) -> Sequence[AgentAnswer | RolloutError]:
         if request.count == 1:
@@ -442,6 +439,7 @@ class AgentSession:
     ) -> AgentAnswer:
         options, parent = request.options, call.parent
         goes_on = not place and parent is not None and parent.thread == thread
+        # The first answer goes on in the engine's session; others get sessions of their own.
         own = f"{thread}/{call.number}.{place}" if place else thread
         episode = replace(self.episode, id=own, seed=self._seed(options, place))
         ids = call.prompt_ids
@@ -455,10 +453,13 @@ class AgentSession:
         )
         completion = await policy.sample(episode, call.number, prompt, options.format)
         tools = request.tools if options.may_call else ()
-        message = _with_calls(
+        message = _parse_canonical_calls(
             self._renderer.answer_message(call.new_ids, completion.token_ids, tools), tools
         )
-        stopped_at = _first_in(message, options.stop)
+        # The engine keeps the stop text, because it was sampled. The program does not get it.
+        stops = [] if message.tool_calls else options.stop
+        found = [stop for stop in stops if stop in message.content]
+        stopped_at = min(found, key=message.content.index, default="")
         if stopped_at:
             message = replace(message, content=message.content[: message.content.index(stopped_at)])
         return AgentAnswer(call, completion, message, own, elapsed(), stopped_at=stopped_at)
@@ -469,15 +470,15 @@ class AgentSession:
         seed = derive_seed(options.seed or 0) if chosen else self.episode.seed
         return derive_seed(seed, "answer", place) if place else seed
 
-    def _as_sampled(self, request: ChatRequest) -> ChatRequest:
-        """A request whose calls of tools have the ids that the model knows, instead of those that
-        programs get.
+    def _with_sampled_ids(self, request: ChatRequest) -> ChatRequest:
+        """The request with the ids that the model wrote for its tool calls, in place of the unique
+        ones that programs get. Only so are its tokens those that were sampled.
         """
         if not self._calls_of_tools:
             return request
-        return replace(request, messages=tuple(map(self._with_own_ids, request.messages)))
+        return replace(request, messages=tuple(map(self._restore_call_ids, request.messages)))
 
-    def _with_own_ids(self, message: Message) -> Message:
+    def _restore_call_ids(self, message: Message) -> Message:
         if message.role == "tool":
             call = self._calls_of_tools.get(message.tool_call_id)
             return (
@@ -495,8 +496,8 @@ class CallEndedError(EngineError):
 
 
 def _link_results(messages: Sequence[Message], answer: Message) -> Sequence[Message]:
-    """Messages whose results of tools name the call that they answer. One without an id answers the
-    next call of its name, or the next one; beyond the last, the first.
+    """The messages, with the id and name of the answered call in each tool result. A result without
+    an id answers the next open call of its name, or the next one; if none is open, the first.
     """
     if not answer.tool_calls:
         return messages
@@ -523,11 +524,11 @@ def _link_results(messages: Sequence[Message], answer: Message) -> Sequence[Mess
     return linked
 
 
-def _with_calls(answer: Message, tools: Sequence[Mapping[str, Any]]) -> Message:
-    """An answer whose calls are values, if its model writes them in the canonical form, which
+def _parse_canonical_calls(answer: Message, tools: Sequence[Mapping[str, Any]]) -> Message:
+    """The answer with its tool calls parsed, if the model writes them in the canonical form, which
     renderers leave as text.
 
-    What cannot be read, or is JSON that names no tool of the program's, stays text.
+    Calls that cannot be parsed stay text, and so does plain JSON that names no tool of the request.
     """
     if not tools or answer.tool_calls:
         return answer
@@ -543,14 +544,6 @@ def _with_calls(answer: Message, tools: Sequence[Mapping[str, Any]]) -> Message:
     calls = tuple(replace(call, id=f"call{number:05d}") for number, call in enumerate(found.calls))
     content = "\n".join(filter(None, (found.text, *(call.render() for call in calls))))
     return replace(answer, content=content, tool_calls=calls)
-
-
-def _first_in(answer: Message, stops: Sequence[str]) -> str:
-    """The text at which a program wanted an answer to stop, and which it does not get; empty if
-    there is none.
-    """
-    found = [] if answer.tool_calls else [stop for stop in stops if stop in answer.content]
-    return min(found, key=answer.content.index, default="")
 
 
 def _refusal_of(error: Exception) -> CallRefusedError:

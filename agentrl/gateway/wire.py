@@ -28,10 +28,9 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The fields of a protocol's requests. `refused` says what to do instead of the more common
-    ones.
+    """The fields of a protocol's requests. `refused`: what to do instead, for common fields.
 
-    `neutral`: values of refused fields that ask for nothing.
+    `neutral`: values with which a refused field is let through, because they ask for nothing.
     """
 
     supported: Sequence[str]
@@ -57,9 +56,7 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class WireRequest:
-    """A request that has been read, and how its answers are written: whole, or as the parts of a
-    stream.
-    """
+    """A parsed request, and the writers of its response: whole, or as the parts of a stream."""
 
     request: ChatRequest
     streams: bool
@@ -69,8 +66,8 @@ class WireRequest:
     """The content type of a stream."""
 
     def with_headers(self, headers: Mapping[str, str]) -> "WireRequest":
-        """The same with what the headers say: an idempotency key, and that a client's library sends
-        it once more.
+        """The same with the idempotency key, and with the mark of a retry, which OpenAI's and
+        Anthropic's clients send as headers.
         """
         repeated = headers.get("x-stainless-retry-count", "0") != "0"
         request_id = headers.get("idempotency-key", "")
@@ -83,12 +80,12 @@ class WireRequest:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class WireProtocol:
-    """One protocol: where its requests come in, the vendor's own type of them, and how one is read.
+    """One protocol: the path of its requests, the vendor's type of them, and their reader.
 
-    `reader` gets the request as that type has it, and the whole body. `typed`: the body as the type
-    has it, which is narrower than the vendor's server; it may refer to what the session has said.
-    Null is the same as nothing: many programs write it for what they do not want, also in messages,
-    which they send back as a library's object has them.
+    `reader` gets the request as that type has it, and the whole body. `typed` completes a body to
+    what the type requires, which is stricter than the vendor's server; references to earlier
+    answers are looked up in the session. Null means absent: libraries write it for unset fields,
+    also in the messages that they send back.
     """
 
     path: str
@@ -121,32 +118,34 @@ class WireProtocol:
         try:
             checked = checker(self.type_name, bool(body.get("stream"))).validate_python(body)
         except ValidationError as error:
-            raise invalid(_what_is_wrong(error, body)) from None
+            raise invalid(_describe_faults(error, body)) from None
         self.fields.check(body)
         return self.reader(checked, body)
 
 
 def _without_nulls(value: Any) -> Any:
-    """An object without its fields that are null, and so its messages and their parts."""
+    """The object without null fields; likewise its messages and their parts."""
     if not isinstance(value, dict):
         return value
     if None in value.values():
         value = {key: one for key, one in value.items() if one is not None}
     said = {
         key: [*map(_without_nulls, value[key])]
-        for key in _SPOKEN
+        for key in _NESTED
         if isinstance(value.get(key), list)
     }
     return value | said if said else value
 
 
-_SPOKEN = ("messages", "input", "content", "contents", "parts")
+_NESTED = ("messages", "input", "content", "contents", "parts")
 """The fields with a conversation, or with the parts of a message."""
 
 
-def _what_is_wrong(error: ValidationError, body: Json) -> str:
-    """Up to three findings. Of a message, only what is wrong for its own role."""
+def _describe_faults(error: ValidationError, body: Json) -> str:
+    """Up to three faults. Of a message, only those of the type for its own role."""
     found = error.errors(include_url=False, include_context=False)
+    # pydantic reports the faults of every type of a union. A type whose `role` or `type` does not
+    # match was not meant, so nothing below the place of such a fault counts.
     others = {one["loc"][:-1] for one in found if one["loc"] and one["loc"][-1] in ("role", "type")}
     own = [
         one
@@ -158,13 +157,13 @@ def _what_is_wrong(error: ValidationError, body: Json) -> str:
         or own
         or found
     )
-    said = (f"{_place(one, body) or 'the body'}: {one['msg']}" for one in own)
+    said = (f"{_fault_path(one, body) or 'the body'}: {one['msg']}" for one in own)
     return "; ".join(islice(dict.fromkeys(said), 3))
 
 
-def _place(error: ErrorDetails, body: Any) -> str:
-    """The place of a fault in a body: without the names of types, which stand between the fields
-    where several types fit.
+def _fault_path(error: ErrorDetails, body: Any) -> str:
+    """The path of a fault in a body, without the names of types, which pydantic puts between the
+    fields below a union.
     """
     place: list[int | str] = []
     for part in error["loc"]:
@@ -294,11 +293,11 @@ def format_of(asked: Any) -> AnswerFormat | None:
 
 def pieces(text: str) -> Iterator[str]:
     """A text in the pieces of a stream."""
-    for begin in range(0, len(text), _PIECE):
-        yield text[begin : begin + _PIECE]
+    for begin in range(0, len(text), _CHARACTERS_PER_PIECE):
+        yield text[begin : begin + _CHARACTERS_PER_PIECE]
 
 
-_PIECE = 32
+_CHARACTERS_PER_PIECE = 32
 """Characters in one part of a stream."""
 
 
