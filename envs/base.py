@@ -11,9 +11,11 @@ class Safe(ToolEnv):
         \"\"\"Say whether the code is higher or lower than a number.\"\"\"
         return "higher" if self.code > number else "lower or equal"
 
-    def open(self, code: int) -> ToolResult: \"\"\"Try a code. There is only one try.\"\"\" right =
-        code == self.code return ToolResult("open" if right else "locked", reward=float(right),
-        terminated=True, success=right)
+    def open(self, code: int) -> ToolResult:
+        \"\"\"Try a code. There is only one try.\"\"\"
+        right = code == self.code
+        observation = "open" if right else "locked"
+        return ToolResult(observation, reward=float(right), terminated=True, success=right)
 """
 
 import difflib
@@ -46,7 +48,7 @@ from agentrl.conversation.tools import (
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, Observation, ResetReply, StepReply, StepResult
 from agentrl.settings.base import Settings
-from agentrl.settings.faults import Fault, faults
+from agentrl.settings.faults import faults
 from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import MadeCall, ToolCall
 
@@ -66,18 +68,16 @@ def read_options(shape: type[_Options], options: Mapping[str, Any]) -> _Options:
     try:
         return shape.model_validate(dict(options))
     except ValidationError as error:
-        wrong = [_wrong_option(shape, fault) for fault in faults(error, options)]
+        wrong = []
+        for fault in faults(error, options):
+            near = difflib.get_close_matches(fault.where, shape.model_fields, n=1)
+            is_misspelt = near and fault.where not in shape.model_fields
+            hint = f"; did you mean {near[0]!r}?" if is_misspelt else ""
+            wrong.append(f"{fault.where!r}: {fault.what}{hint}")
         raise ConfigError(
             f"env.options, with what the task adds: {'; '.join(wrong)}. Options are:"
             f" {', '.join(shape.model_fields)}"
         ) from error
-
-
-def _wrong_option(shape: type[Settings], fault: Fault) -> str:
-    near = difflib.get_close_matches(fault.where, shape.model_fields, n=1)
-    if fault.where in shape.model_fields or not near:
-        return f"{fault.where!r}: {fault.what}"
-    return f"{fault.where!r}: {fault.what}; did you mean {near[0]!r}?"
 
 
 def plays(
@@ -115,9 +115,9 @@ class TextEnv(ABC):
 
     `rng` is the episode's only source of randomness; each `reset` seeds it.
 
-    Where the attributes of the instance are all that an episode is, and can be pickled, write
-    `restorable = True`: then rollouts can go back to its states. Attributes that can be made again
-    are left out by a `__getstate__`, as for pickle.
+    If the attributes of the instance are the whole state of an episode, and can be pickled, write
+    `restorable = True`: then rollouts can go back to its states. A `__getstate__` may leave out
+    attributes that can be rebuilt, as for pickle.
     """
 
     system_prompt: str = ""
@@ -147,7 +147,7 @@ class TextEnv(ABC):
         observation = self.start(seed, options)
         if isinstance(observation, str | Observation):
             return observation, {}
-        return _first(observation)
+        return _await_observation(observation)
 
     def close(self) -> None | Awaitable[None]:
         """Release what the environment holds; by default nothing."""
@@ -158,13 +158,13 @@ class TextEnv(ABC):
         return pickle.dumps(self.__getstate__())
 
     def restore(self, state: bytes) -> None | Awaitable[None]:
-        """Replace the attributes of the instance by those of then."""
+        """Replace the attributes of the instance by those of the snapshot."""
         self.__dict__.clear()
         self.__dict__.update(pickle.loads(state))
         return None
 
 
-async def _first(observation: Awaitable[str | Observation]) -> ResetReply:
+async def _await_observation(observation: Awaitable[str | Observation]) -> ResetReply:
     return await observation, {}
 
 
@@ -264,14 +264,14 @@ class ToolEnv(TextEnv):
     def step(self, action: str) -> StepReply | Awaitable[StepReply]:
         """Run the tool calls in the model's message and return their merged results."""
         playing = self._play(action)
-        return playing if self._is_async else _run_without_waiting(playing)
+        return playing if self._is_async else _run_synchronously(playing)
 
     async def _play(self, action: str) -> StepReply:
         made: list[MadeCall] = []
         self.calls_made = made
         if self.short_calls:
             only = await self._run_short(action, made)
-            return _shown(only.step, only.images)
+            return _with_images(only.step, only.images)
         message = parse_tool_calls(action)
         results: list[tuple[str, ToolResult]] = []
         for call in message.calls:
@@ -280,19 +280,21 @@ class ToolEnv(TextEnv):
             made.append(MadeCall(call, is_refusal(result.observation), time.perf_counter() - began))
             results.append((call.name, result))
             if result.over:
-                break
+                break  # later calls, and what could not be read, are dropped
         else:
             made += [MadeCall(None)] * len(message.errors)
             results += [("", ToolResult(f"Error: {error}")) for error in message.errors]
         if not results:
-            results = [("", _as_result(await _now(self.reply(message.text)), "reply"))]
+            results = [("", _to_result(await _resolve(self.reply(message.text)), "reply"))]
         images = [image for _, result in results for image in result.images]
-        return _shown(merged([(name, result.step) for name, result in results]), images)
+        return _with_images(merged([(name, result.step) for name, result in results]), images)
 
     async def _run_short(self, text: str, made: list[MadeCall]) -> ToolResult:
         try:
             call = read_short_call(self._specs, text)
         except ToolError as error:
+            # The call is recorded by its first word if that names a tool, so that rewards can tell
+            # a wrong argument from a message that is no call.
             named = ToolCall(text.split(maxsplit=1)[0], {}) if text.split() else None
             known = named is not None and any(spec.name == named.name for spec in self._specs)
             made.append(MadeCall(named, True) if known else MadeCall(None))
@@ -306,7 +308,7 @@ class ToolEnv(TextEnv):
         try:
             spec = find_tool(self._specs, call.name)
             arguments = spec.validate(call.arguments)
-            return _as_result(await _now(getattr(self, spec.name)(**arguments)), spec.name)
+            return _to_result(await _resolve(getattr(self, spec.name)(**arguments)), spec.name)
         except ToolError as error:
             return ToolResult(f"Error: {error}")
 
@@ -314,19 +316,21 @@ class ToolEnv(TextEnv):
 ToolEnv._base = ToolEnv
 
 
-def _shown(step: StepResult, images: Sequence[EncodedImage]) -> StepReply:
-    """A step that shows pictures, if there are any."""
+def _with_images(step: StepResult, images: Sequence[EncodedImage]) -> StepReply:
+    """The step with these pictures in its observation, if there are any."""
     text, reward, terminated, truncated, info = step
     seen = Observation(text, images) if images else text
     return seen, reward, terminated, truncated, info
 
 
-async def _now(value: Any) -> Any:
+async def _resolve(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _run_without_waiting(playing: Coroutine[Any, Any, StepReply]) -> StepReply:
+def _run_synchronously(playing: Coroutine[Any, Any, StepReply]) -> StepReply:
     """Run a coroutine that never waits, without an event loop."""
+    # `send` runs it up to its first real wait. Without one it ends here, and its result comes as
+    # the value of StopIteration.
     try:
         playing.send(None)
     except StopIteration as done:
@@ -336,7 +340,7 @@ def _run_without_waiting(playing: Coroutine[Any, Any, StepReply]) -> StepReply:
     raise EnvError("a tool declared with `def` waited for something; declare it with `async def`")
 
 
-def _as_result(value: Any, tool: str) -> ToolResult:
+def _to_result(value: Any, tool: str) -> ToolResult:
     if isinstance(value, ToolResult):
         return value
     if isinstance(value, str):

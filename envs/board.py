@@ -1,6 +1,6 @@
 """Boards drawn: as SVG for people (`render_html`), and as PNG for models that see."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from html import escape
 
@@ -21,46 +21,42 @@ def board_html(
 ) -> str:
     """A board as HTML: a square for each letter of the rows, in the colour of the letter.
 
-    `signs` is what stands in a square, by letter; letters that have none there stand for
-    themselves, and a space for nothing.
+    `signs`: the text in a square, by letter. A letter without a sign is shown itself, and a space
+    leaves the square empty.
     """
     signs = signs or {}
-    width, height = _CELL_PIXELS * max(map(len, rows), default=0), _CELL_PIXELS * len(rows)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0'
-        f' {width} {height}" font-family="sans-serif" font-size="15"'
-        f' text-anchor="middle">{"".join(_squares(rows, colours, signs))}</svg>'
-    )
-
-
-def _squares(
-    rows: Sequence[str], colours: Mapping[str, str], signs: Mapping[str, str]
-) -> Iterable[str]:
+    squares = []
+    side = _CELL_PIXELS - 2
     for row, cells in enumerate(rows):
         for column, letter in enumerate(cells):
             x, y = _CELL_PIXELS * column, _CELL_PIXELS * row
-            side = _CELL_PIXELS - 2
-            yield (
+            squares.append(
                 f'<rect x="{x + 1}" y="{y + 1}" width="{side}" height="{side}" rx="3" '
                 f'fill="{colours.get(letter, _PLAIN_COLOUR)}"/>'
             )
             if sign := signs.get(letter, letter).strip():
                 middle = x + _CELL_PIXELS // 2
-                yield (
+                squares.append(
                     f'<text x="{middle}" y="{y + 18}" fill="{_INK_COLOUR}">{escape(sign)}</text>'
                 )
+    width, height = _CELL_PIXELS * max(map(len, rows), default=0), _CELL_PIXELS * len(rows)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0'
+        f' {width} {height}" font-family="sans-serif" font-size="15"'
+        f' text-anchor="middle">{"".join(squares)}</svg>'
+    )
 
 
 def board_image(
     rows: Sequence[str], colours: Mapping[str, str], signs: Mapping[str, str] | None = None
 ) -> EncodedImage:
-    """The same board as a picture of `CELL_OF_IMAGE` pixels per square. Signs are those of
-    `_MASKS`; others stand in no picture, as letters look different on every machine.
+    """The same board as a picture of `CELL_OF_IMAGE` pixels per square. Only the signs of `_MASKS`
+    can be drawn: letters would look different on every machine.
     """
     signs = signs or {}
     squares = [
         [
-            _square(colours.get(letter, _PLAIN_COLOUR), signs.get(letter, ""))
+            _draw_square(colours.get(letter, _PLAIN_COLOUR), signs.get(letter, ""))
             for letter in row.ljust(max(map(len, rows)))
         ]
         for row in rows
@@ -69,7 +65,7 @@ def board_image(
 
 
 @lru_cache(maxsize=256)
-def _square(colour: str, sign: str) -> npt.NDArray[np.uint8]:
+def _draw_square(colour: str, sign: str) -> npt.NDArray[np.uint8]:
     """A square in its colour, with a light edge and a sign: [height, width, 3]."""
     pixels = np.full((CELL_OF_IMAGE, CELL_OF_IMAGE, 3), 255, np.uint8)
     pixels[1:-1, 1:-1] = _rgb(colour)

@@ -73,6 +73,7 @@ class CallbackEnv(Generic[Output]):
 
     async def _ask(self, lines: Sequence[Line], tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
         if list(lines[: len(self._seen)]) != self._seen:
+            # Tokens that were sampled must stay as they are, so only new lines can be appended.
             raise EnvError(
                 "the environment's prompt does not continue the model's conversation: it rewrites"
                 " the history, or asks models of its own. Neither is supported"
@@ -82,7 +83,7 @@ class CallbackEnv(Generic[Output]):
         text = await asyncio.wrap_future(asked.answer)
         text = text.encode(errors="replace").decode()  # a model may write half of a surrogate pair
         reply = parse_tool_calls(text) if tools else ParsedReply(text)
-        message = reply if reply.calls else ParsedReply(text)
+        message = reply if reply.calls else ParsedReply(text)  # what cannot be read stays text
         self._seen = [*lines, ("assistant", message.text)]
         return message
 

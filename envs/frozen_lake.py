@@ -95,7 +95,7 @@ class FrozenLake(TextEnv):
     def start(self, seed: int, options: Mapping[str, Any]) -> str | Observation:
         """Set up the map of this seed."""
         chosen = read_options(self.Options, options)
-        desc = _map(chosen.size, chosen.p, seed)
+        desc = _solvable_map(chosen.size, chosen.p, seed)
         slips = 2 / 3 if chosen.slippery is True else float(chosen.slippery)
         if self._lake is None or (desc, slips) != (self._desc, self._slips):
             # gymnasium.make would only add its time limit and its checks, at several times the
@@ -126,7 +126,7 @@ class FrozenLake(TextEnv):
 
     def render_html(self) -> str:
         """The lake: ice, holes (dark), the goal (a star), and the player (a dot)."""
-        return _picture(self._desc, self._state)
+        return _html(self._desc, self._state)
 
     def shortest_moves(self) -> list[str]:
         """The legal words that begin a shortest path from the player to the goal (on ice that is
@@ -138,7 +138,8 @@ class FrozenLake(TextEnv):
             word: to_goal.get(_move(self._desc, self._state, index), far)
             for index, word in enumerate(ACTIONS)
         }
-        return [word for word, distance in moves.items() if distance == min(moves.values())]
+        shortest = min(moves.values())
+        return [word for word, distance in moves.items() if distance == shortest]
 
     def safe_moves(self) -> list[str]:
         """The legal words that lead to another cell that is not a hole (on ice that is not
@@ -176,7 +177,7 @@ def careful_player(env: FrozenLake, rng: random.Random) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _map(size: int, p: float, seed: int) -> Map:
+def _solvable_map(size: int, p: float, seed: int) -> Map:
     """A solvable map; all members of a group share it."""
     return tuple(generate_random_map(size, p, seed))
 
@@ -194,14 +195,15 @@ def _grid(desc: Map, state: int) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _picture(desc: Map, state: int) -> str:
-    return board_html(_letters(desc, state), _COLOURS, _SIGNS)
+def _html(desc: Map, state: int) -> str:
+    return board_html(_rows_with_player(desc, state), _COLOURS, _SIGNS)
 
 
 @lru_cache(maxsize=4096)
 def _image(desc: Map, state: int, sight: int | None = None) -> EncodedImage:
-    rows = _letters(desc, state)
+    rows = _rows_with_player(desc, state)
     if sight is not None:
+        # Walls around the lake on all sides, so that the window of a player at the shore is whole.
         row, column = divmod(state, len(desc))
         shore = "W" * sight
         wide = [f"{shore}{cells}{shore}" for cells in rows]
@@ -211,7 +213,8 @@ def _image(desc: Map, state: int, sight: int | None = None) -> EncodedImage:
     return board_image(rows, _COLOURS, _SIGNS)
 
 
-def _letters(desc: Map, state: int) -> list[str]:
+def _rows_with_player(desc: Map, state: int) -> list[str]:
+    """The rows of the grid without its spaces, and without its last line."""
     return [row[1::2] for row in _grid(desc, state).split("\n")[:-1]]
 
 

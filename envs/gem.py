@@ -21,7 +21,7 @@ def scheme(rest: str) -> Callable[[], Env]:
     Raises:
         PluginError: there is no such environment, or the package is missing.
     """
-    with _root_logger_kept():
+    with _keep_root_logger():
         load_package("gem")
         load_package("gem.envs")
     from gem.envs.registration import ENV_REGISTRY
@@ -97,9 +97,9 @@ class Gem(TextEnv):
 
 
 @contextmanager
-def _root_logger_kept() -> Iterator[None]:
-    """Undo what the import of gem does to the logging of the whole process, which the program
-    configures itself.
+def _keep_root_logger() -> Iterator[None]:
+    """Restore the root logger after the block. Importing gem reconfigures the logging of the whole
+    process, which belongs to the program.
     """
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level

@@ -270,7 +270,13 @@ class GymnasiumText(TextEnv):
             return Observation("", [rendered(env)])
         if self._made_of.view == "observation":
             return shown_of(env.observation_space, observation)
-        return _as_text(env, self._game, observation)
+        drawing = env.render() if env.render_mode == "ansi" else None
+        parts = [_without_colours(drawing).strip("\n")] if isinstance(drawing, str) else []
+        if self._game.describe is not None:
+            parts.append(self._game.describe(env, observation))
+        elif not parts:  # the drawing shows the state already
+            parts.append(format_observation(observation))
+        return "\n".join(parts)
 
     def render_html(self) -> str:
         """The environment's own text drawing, with the player's cell highlighted; "" if it has
@@ -300,7 +306,7 @@ def _make(options: Options) -> tuple[GymEnv, Game, ActionReader]:
         creator = load_env_creator(point) if isinstance(point, str) else point
         metadata: Mapping[str, Any] = creator.metadata if isinstance(creator, type) else {}
         modes = metadata.get("render_modes", [])
-        # The passive checker's warnings are meant for the environment's author.
+        # Gymnasium's checker warns about the environment's code, which is no concern of a run.
         arguments = {"disable_env_checker": True, **options.kwargs}
         mode = {"text": "ansi", "render": "rgb_array"}.get(options.view)
         if mode in modes:
@@ -423,7 +429,7 @@ def _check_reward(options: Options, env: GymEnv) -> None:
 
 
 def _weigh_rewards(paid: Any, weights: tuple[float, ...]) -> tuple[float, dict[str, Any]]:
-    """The reward of a step, and what the info says of its parts."""
+    """The reward of a step, and the info entry with its parts, if it has several."""
     parts = np.asarray(paid, float).reshape(-1)
     if len(parts) == 1 and not weights:
         return float(parts[0]), {}
@@ -434,16 +440,6 @@ def _weigh_rewards(paid: Any, weights: tuple[float, ...]) -> tuple[float, dict[s
             " reward"
         )
     return float(parts @ np.array(weights)), {"reward_parts": parts.tolist()}
-
-
-def _as_text(env: GymEnv, game: Game, observation: Any) -> str:
-    drawing = env.render() if env.render_mode == "ansi" else None
-    parts = [_without_colours(drawing).strip("\n")] if isinstance(drawing, str) else []
-    if game.describe is not None:
-        parts.append(game.describe(env, observation))
-    elif not parts:
-        parts.append(format_observation(observation))
-    return "\n".join(parts)
 
 
 _COLOUR = re.compile(r"\x1b\[([\d;]*)m")

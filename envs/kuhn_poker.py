@@ -88,7 +88,7 @@ class KuhnPoker(TextEnv):
         self.chips = dict.fromkeys(AGENTS, 0)
         self._news: dict[str, list[str]] = {agent: [] for agent in AGENTS}
         self._deal()
-        return self._tell()
+        return self._next_message()
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
         """Deal, and name the agents and the one who acts first."""
@@ -102,10 +102,10 @@ class KuhnPoker(TextEnv):
         word = word if word in LEGAL[self.history] else "fold"
         self._news[self._other()].append(f"{actor} {word}s.")
         self.history += (word,)
-        winnings = self._winnings()
+        winnings = self._settle()
         if winnings is None:
             self.actor = self._other()
-            return self._tell(), 0.0, False, False, {"agent": self.actor}
+            return self._next_message(), 0.0, False, False, {"agent": self.actor}
         for agent, chips in winnings.items():
             self.chips[agent] += chips
             self._news[agent].append(f"You {'win' if chips > 0 else 'lose'} {abs(chips)}.")
@@ -114,7 +114,13 @@ class KuhnPoker(TextEnv):
             info["success"] = {agent: chips > 0 for agent, chips in self.chips.items()}
             return "\n".join(self._news[actor]), float(winnings[actor]), True, False, info
         self._deal()
-        return self._tell(), float(winnings[actor]), False, False, {**info, "agent": self.actor}
+        return (
+            self._next_message(),
+            float(winnings[actor]),
+            False,
+            False,
+            {**info, "agent": self.actor},
+        )
 
     def render_html(self) -> str:
         """Both cards, which the players do not see, what was said in this hand, and the chips so
@@ -141,13 +147,15 @@ class KuhnPoker(TextEnv):
                 f"Hand {self.hand} of {self.options.hands}. You hold the {self.cards[agent]}."
             )
 
-    def _tell(self) -> str:
+    def _next_message(self) -> str:
         """The acting agent's new message, and its legal words."""
         news, self._news[self.actor] = self._news[self.actor], []
         return "\n".join([*news, f"{' or '.join(LEGAL[self.history])}?".capitalize()])
 
-    def _winnings(self) -> dict[str, int] | None:
-        """Chips that each agent wins or loses in the hand; `None` while it goes on."""
+    def _settle(self) -> dict[str, int] | None:
+        """The chips that each agent wins or loses in the hand; `None` while it goes on. Cards that
+        are shown become news.
+        """
         first, second = AGENTS if self.hand % 2 else AGENTS[::-1]
         chips = chips_won((self.cards[first], self.cards[second]), self.history)
         if chips is None:
@@ -172,14 +180,14 @@ def chips_won(cards: Sequence[str], history: tuple[str, ...]) -> int | None:
 
 
 def moves(history: tuple[str, ...]) -> tuple[str, ...]:
-    """All that a message can do after a history: its legal words, and to fold, which any other
-    message does.
+    """All effects that a message can have after a history: those of the legal words, and of
+    folding, as any other message does.
     """
     return tuple(dict.fromkeys((*LEGAL[history], "fold")))
 
 
 def situation(card: str, history: tuple[str, ...]) -> str:
-    """The name of what a player knows when it acts."""
+    """The name of an information set: what a player knows when it acts."""
     return " ".join((card, *history))
 
 
@@ -211,13 +219,13 @@ class KuhnOracle:
         """The messages that an agent has seen in each situation, and its legal words."""
         found: dict[str, Question] = {}
         env, unseen = KuhnPoker(), set(permutations(CARDS, 2))
-        for seed in count():
+        for seed in count():  # until each of the six deals has come up
             env.reset(seed=seed, options={"strict": True})
             cards = (env.cards["north"], env.cards["south"])
             if cards in unseen:
                 unseen.remove(cards)
                 found |= {
-                    situation(cards[len(line) % 2], line): _question(env, seed, line)
+                    situation(cards[len(line) % 2], line): _question_after(env, seed, line)
                     for line in LEGAL
                 }
             if not unseen:
@@ -232,8 +240,8 @@ class KuhnOracle:
     def metrics(self, probabilities: Sequence[Sequence[float]]) -> dict[str, float]:
         """Exploitability of the policy, and what the first player wins, in chips a hand.
 
-        What is missing to 1 is the probability of other messages, which fold, as the word itself
-        does.
+        The probabilities of the words may sum to less than 1: the rest is that of other messages,
+        which fold, as the word itself does.
         """
         strategy, legal = {}, {}
         for (name, question), of_words in zip(self.situations.items(), probabilities, strict=True):
@@ -250,8 +258,8 @@ class KuhnOracle:
         }
 
 
-def _question(env: KuhnPoker, seed: int, line: tuple[str, ...]) -> Question:
-    """The messages that the agent who acts after `line` has seen by then."""
+def _question_after(env: KuhnPoker, seed: int, line: tuple[str, ...]) -> Question:
+    """The messages that the agent who acts after the words of `line` has seen by then."""
     observation, _ = env.reset(seed=seed, options={"strict": True})
     seen = {agent: [Message("system", env.system_prompt)] for agent in AGENTS}
     for word in line:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from agentrl.envs.small_programs import (
     Branch,
@@ -43,6 +44,9 @@ def _infix(
     call: Callable[[str, str], str],
     inside: bool = False,
 ) -> str:
+    """An expression as text. `variable` and `call` write names and calls as the language does.
+    `inside`: it is an operand, and needs brackets.
+    """
     match expression:
         case int():
             return str(expression)
@@ -56,12 +60,10 @@ def _infix(
             return f"({text})" if inside else text
 
 
-def _plain(expression: Expression) -> str:
-    return _infix(expression, str, lambda name, argument: f"{name}({argument})")
-
-
-def _with_dollars(expression: Expression) -> str:
-    return _infix(expression, lambda name: f"${name}", lambda name, value: f"{name}({value})")
+def _plain(expression: Expression, dollar: str = "") -> str:
+    return _infix(
+        expression, lambda name: f"{dollar}{name}", lambda name, value: f"{name}({value})"
+    )
 
 
 def _in_shell(expression: Expression) -> str:
@@ -116,7 +118,7 @@ def _sh(function: Function) -> str:
 
 def _braces(head: str, body: Value | Branch | Fold, dollar: str, declare: str) -> str:
     """A function of awk, JavaScript or Perl after its head, without the comment."""
-    write = _with_dollars if dollar else _plain
+    write = partial(_plain, dollar=dollar)
     i, total = f"{dollar}i", f"{dollar}total"
     match body:
         case Value(result):

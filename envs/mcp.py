@@ -122,7 +122,15 @@ class McpToolEnv(ToolEnv, no_tools=True):
             EnvError: the server is gone, its answer is not MCP, or its reward is not a number.
         """
         text, content, images = await self._ask(name, arguments)
-        return _as_tool_result(self.server, text, content, images)
+        success = content.get("success")
+        return ToolResult(
+            text,
+            reward=_to_reward(self.server, content.get("reward", 0.0)),
+            terminated=bool(content.get("terminated")),
+            truncated=bool(content.get("truncated")),
+            success=None if success is None else bool(success),
+            images=images,
+        )
 
     async def close(self) -> None:
         """End the session, and the server if it is our own process."""
@@ -225,9 +233,8 @@ class McpEnv(McpToolEnv):
         if not self._options.judge:
             return ToolResult("", terminated=True)
         try:
-            readable = text.encode(
-                errors="replace"
-            ).decode()  # a model may write half of a surrogate pair
+            # A model may write half of a surrogate pair, which JSON cannot carry.
+            readable = text.encode(errors="replace").decode()
             text, content, _ = await self._ask(self._options.judge, {"answer": readable})
         except ToolError as error:
             raise EnvError(
@@ -237,7 +244,7 @@ class McpEnv(McpToolEnv):
         success = content.get("success")
         return ToolResult(
             "",
-            _number(self.server, reward),
+            _to_reward(self.server, reward),
             True,
             success=None if success is None else bool(success),
         )
@@ -253,7 +260,9 @@ class _Answer(NamedTuple):
 
 
 class _Session:
-    """One session with a server. It stays in one background task, as the library requires."""
+    """One session with a server. One background task opens and closes it, as the library
+    requires.
+    """
 
     def __init__(self, server: str) -> None:
         self._kind, self._parts = _check_server(server)
@@ -271,8 +280,8 @@ class _Session:
 
     async def open(self) -> None:
         """Connect and list the tools."""
-        self._task = background.start(self._live())
-        self.tools = await self._result_of(self._ready)
+        self._task = background.start(self._serve())
+        self.tools = await self._await_answer(self._ready)
 
     async def call(
         self, name: str, arguments: Mapping[str, Any], *, pictures: bool = False
@@ -283,11 +292,11 @@ class _Session:
             ToolError: the tool reports an error.
             EnvError: a picture is none that is taken.
         """
-        result = await self._result_of(
+        result = await self._await_answer(
             background.start(self._client.call_tool(name, dict(arguments)))
         )
         seen = [block for block in result.content if pictures and block.type == "image"]
-        text = "\n".join(_text(block) for block in result.content if block not in seen)
+        text = "\n".join(_text_of_block(block) for block in result.content if block not in seen)
         if result.is_error:
             raise ToolError(text)
         content = result.structured_content
@@ -310,9 +319,11 @@ class _Session:
         finally:
             self._stderr.close()
 
-    async def _live(self) -> None:
+    async def _serve(self) -> None:
         try:
-            async with _client(self._kind, self._parts, self._stderr, self._note_stray) as client:
+            async with _client(
+                self._kind, self._parts, self._stderr, self._record_stray_line
+            ) as client:
                 self._client = client
                 self._ready.set_result(await _list_tools(client))
                 await self._end.wait()
@@ -323,26 +334,26 @@ class _Session:
             if not self._gone.cancelled():
                 self._gone.set_result(None)
 
-    async def _result_of(self, answer: Future[Any]) -> Any:
-        """The server's answer. An error is raised as the model's (`ToolError`) or the server's
-        (`EnvError`).
+    async def _await_answer(self, answer: Future[Any]) -> Any:
+        """The server's answer. Invalid arguments are the model's error (`ToolError`), all else is
+        the server's (`EnvError`).
         """
         from mcp import MCPError
 
         try:
             return await asyncio.wrap_future(answer)
         except Exception as raised:
-            error: BaseException = raised
+            error: BaseException = raised  # the library's task groups wrap the cause
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             if isinstance(error, MCPError) and error.error.code == _INVALID_PARAMS:
                 raise ToolError(str(error)) from raised
             proxy = proxy_note(self._parts[0], used=True) if self._kind == "http" else ""
             raise EnvError(
-                f"{self._server}: {type(error).__name__}: {error}{proxy}{self._last_words()}"
+                f"{self._server}: {type(error).__name__}: {error}{proxy}{self._stderr_tail()}"
             ) from raised
 
-    def _last_words(self, lines: int = 8) -> str:
+    def _stderr_tail(self, lines: int = 8) -> str:
         size = os.fstat(self._stderr.fileno()).st_size
         text = (
             os.pread(self._stderr.fileno(), 2000, max(0, size - 2000))
@@ -353,7 +364,7 @@ class _Session:
         stray = "\n  ".join(self._stray)
         return f"{words}\n{_MISPLACED_FIELDS_ERROR}:\n  {stray}" if stray else words
 
-    async def _note_stray(self, message: Any) -> None:
+    async def _record_stray_line(self, message: Any) -> None:
         """Keep a line of stdout that is no message, and warn of the server's first one."""
         if not isinstance(message, ValidationError):
             return
@@ -375,7 +386,7 @@ _warned: set[str] = set()
 own, and a run has thousands of these, which would all repeat the warning."""
 
 
-def _no_parse_errors(record: logging.LogRecord) -> bool:
+def _is_no_parse_error(record: logging.LogRecord) -> bool:
     return record.exc_info is None or not isinstance(record.exc_info[1], ValidationError)
 
 
@@ -416,8 +427,8 @@ async def _client(
             StdioServerParameters(command=parts[0], args=list(parts[1:])), errlog=stderr
         )
         # The package logs a traceback for each line of stdout that is no message; `on_message` gets
-        # the same error.
-        logging.getLogger("mcp.client.stdio").addFilter(_no_parse_errors)
+        # the same error. A logger adds the same function only once, however many sessions do this.
+        logging.getLogger("mcp.client.stdio").addFilter(_is_no_parse_error)
     async with Client(target, message_handler=on_message) as client:
         yield client
 
@@ -446,7 +457,7 @@ def _name(tool: Schema) -> str:
     return str(tool["function"]["name"])
 
 
-def _text(block: "ContentBlock") -> str:
+def _text_of_block(block: "ContentBlock") -> str:
     """A block of a result as the model reads it; a picture or a sound becomes a placeholder."""
     from mcp import types
 
@@ -459,10 +470,10 @@ def _text(block: "ContentBlock") -> str:
 
 
 def _picture(where: str, block: Any) -> EncodedImage:
-    """The picture of a block, which is looked at.
+    """The picture of a block.
 
     Raises:
-        EnvError: it is none that is taken, or another than the server says.
+        EnvError: its bytes are no accepted picture, or not of the type that the server says.
     """
     try:
         return EncodedImage.from_base64(block.data, block.mime_type)
@@ -470,7 +481,7 @@ def _picture(where: str, block: Any) -> EncodedImage:
         raise EnvError(f"{where} is not taken: {error}") from error
 
 
-def _number(server: str, value: Any) -> float:
+def _to_reward(server: str, value: Any) -> float:
     """A reward as a float.
 
     Raises:
@@ -483,17 +494,3 @@ def _number(server: str, value: Any) -> float:
     if not math.isfinite(number):
         raise EnvError(f"{server}: a reward must be a finite number, got {value!r:.100}")
     return number
-
-
-def _as_tool_result(
-    server: str, text: str, content: Mapping[str, Any], images: Sequence[EncodedImage]
-) -> ToolResult:
-    success = content.get("success")
-    return ToolResult(
-        text,
-        reward=_number(server, content.get("reward", 0.0)),
-        terminated=bool(content.get("terminated")),
-        truncated=bool(content.get("truncated")),
-        success=None if success is None else bool(success),
-        images=images,
-    )

@@ -48,11 +48,8 @@ def _cell(world: Any, column: int, row: int) -> str:
         return ".."
     if thing.type == "wall":
         return "##"
-    kind = _door(thing) if thing.type == "door" else _KINDS[thing.type]
+    if thing.type == "door":
+        kind = "O" if thing.is_open else "L" if thing.is_locked else "D"
+    else:
+        kind = _KINDS[thing.type]
     return kind + _COLOURS[thing.color]
-
-
-def _door(door: Any) -> str:
-    if door.is_open:
-        return "O"
-    return "L" if door.is_locked else "D"

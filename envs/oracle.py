@@ -9,7 +9,7 @@ such a problem reports its exact return (docs/oracles.md).
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator, validate_call
 
 from agentrl.envs.base import TextEnv, plays, read_options
-from agentrl.oracles.problems import PROBLEMS, Action, Decision, Result
+from agentrl.oracles.problems import PROBLEMS, Decision
 from agentrl.protocols import Credit, Question, ResetResult, StepResult
 from agentrl.settings.base import Settings
 from agentrl.settings.faults import faults
@@ -53,7 +53,7 @@ class PlayedProblem:
         self.other = other
         self.points: list[_Point] = []
         self._add(root, (Message("system", SYSTEM_PROMPT), Message("user", prompt_of(root))))
-        self.best = self._worth(None)[0][0]
+        self.best = self._values(None)[0][0]
         """The mean return of the best policy that sees the whole conversation."""
 
     @property
@@ -65,19 +65,19 @@ class PlayedProblem:
         """The mean return, that of the best policy, their difference, and how often an episode ends
         by other words.
         """
-        value = self._worth(probabilities)[0][0]
+        value = self._values(probabilities)[0][0]
         return {
             "return": value,
             "best_return": self.best,
             "regret": self.best - value,
-            "other": self._leaving(probabilities),
+            "other": self._probability_of_leaving(probabilities),
         }
 
     def credit(
         self, probabilities: Sequence[Sequence[float]], trajectory: Trajectory
     ) -> Sequence[Credit] | None:
-        """The exact value and advantage of each turn, from what its info says was decided."""
-        worth = self._worth(probabilities)
+        """The exact value and advantage of each turn, by the decision that its info names."""
+        worth = self._values(probabilities)
         found = []
         for turn in trajectory.turns:
             number, word = turn.info.get("decision"), turn.info.get("word")
@@ -91,14 +91,14 @@ class PlayedProblem:
 
     def best_words(self, number: int) -> Sequence[str]:
         """The words of the best policy at a point."""
-        _, of_words = self._worth(None)[number]
+        _, of_words = self._values(None)[number]
         return [
             word
             for word, q in zip(self.points[number].words, of_words, strict=True)
             if q >= max(of_words) - 1e-9
         ]
 
-    def _worth(
+    def _values(
         self, probabilities: Sequence[Sequence[float]] | None
     ) -> list[tuple[float, list[float]]]:
         """The value of each point and of its words, under a policy; `None`: under the best one."""
@@ -118,27 +118,33 @@ class PlayedProblem:
                 chances = probabilities[number]
                 value = (
                     sum(p * q for p, q in zip(chances, of_words, strict=True))
-                    + _rest(chances) * self.other
+                    + _probability_of_others(chances) * self.other
                 )
             worth[number] = value, of_words
         return worth
 
-    def _leaving(self, probabilities: Sequence[Sequence[float]]) -> float:
+    def _probability_of_leaving(self, probabilities: Sequence[Sequence[float]]) -> float:
+        """The probability that an episode ends by a word that was not offered."""
+        # Forwards, because a point has a lower number than all that follow it.
         reached = [1.0, *[0.0] * (len(self.points) - 1)]
         for number, point in enumerate(self.points):
             for (a, r), then in point.then.items():
                 chance = probabilities[number][a] * point.decision.actions[a].results[r].probability
                 reached[then] += reached[number] * chance
         return sum(
-            reach * _rest(chances) for reach, chances in zip(reached, probabilities, strict=True)
+            reach * _probability_of_others(chances)
+            for reach, chances in zip(reached, probabilities, strict=True)
         )
 
     def _add(self, decision: Decision, messages: tuple[Message, ...]) -> int:
+        """Add a decision and all that can follow it. Returns its number."""
         number = len(self.points)
         then: dict[tuple[int, int], int] = {}
         self.points.append(_Point(decision, messages, then))
-        for a, r, action, result in _outcomes(decision):
-            if result.then is not None and not result.truncated:
+        for a, action in enumerate(decision.actions):
+            for r, result in enumerate(action.results):
+                if result.then is None or result.truncated:
+                    continue
                 said = (Message("assistant", action.name), Message("user", prompt_of(result.then)))
                 then[a, r] = self._add(result.then, (*messages, *said))
         return number
@@ -150,13 +156,7 @@ def prompt_of(decision: Decision) -> str:
     return f"{decision.shown or decision.state}\n{words}?"
 
 
-def _outcomes(decision: Decision) -> Iterator[tuple[int, int, Action, Result]]:
-    for a, action in enumerate(decision.actions):
-        for r, result in enumerate(action.results):
-            yield a, r, action, result
-
-
-def _rest(chances: Sequence[float]) -> float:
+def _probability_of_others(chances: Sequence[float]) -> float:
     """The probability of all other messages, which rounding must not make negative."""
     return max(0.0, 1.0 - sum(chances))
 
@@ -186,7 +186,7 @@ class OracleEnv(TextEnv):
         """The reward of a message that is none of the offered words. It ends the episode."""
 
         @model_validator(mode="after")
-        def _fit_the_problem(self) -> Self:
+        def _check_settings(self) -> Self:
             try:
                 played(self.problem, json.dumps(self.settings, sort_keys=True), self.other)
             except ValidationError as error:

@@ -58,7 +58,7 @@ class PettingZooGame:
     actions to name all."""
 
 
-def _board(planes: Any, actions: int, numbered: bool = False) -> str:
+def _show_board(planes: Any, actions: int, numbered: bool = False) -> str:
     """A board whose first plane has the own pieces (X), and whose second has the other player's
     (O).
     """
@@ -71,7 +71,7 @@ def _board(planes: Any, actions: int, numbered: bool = False) -> str:
 _SHAPES = ("rock", "paper", "scissors", "spock", "lizard")
 
 
-def _last_shape(observation: Any, actions: int) -> str:
+def _show_last_shape(observation: Any, actions: int) -> str:
     number = int(observation)
     named = _SHAPES[number] if number < len(_SHAPES) else str(number)
     return f"The other's last choice: {'none yet' if number == actions else named}."
@@ -89,22 +89,24 @@ GAMES: Mapping[str, PettingZooGame] = {
     "connect_four": PettingZooGame(
         "Drop a piece into a column, 0 to 6 from the left. Four of yours in a row win. X is yours,"
         " O the other's.",
-        show=_board,
+        show=_show_board,
     ),
     "tictactoe": PettingZooGame(
         "Three of yours in a row win. X is yours, O the other's; a free cell shows its number.",
-        show=partial(_board, numbered=True),
+        show=partial(_show_board, numbered=True),
     ),
     "go": PettingZooGame(
         "X is yours, O the other's. The points are numbered from 0, row by row; the number after"
         " the last one passes.",
-        show=_board,
+        show=_show_board,
     ),
     "chess": PettingZooGame(
         "Write a move as two squares: e2e4, or e7e8q to promote. White's pieces are capitals.",
         moves=_chess_moves,
     ),
-    "rps": PettingZooGame("Both choose at once; the better choice wins.", _SHAPES, _last_shape),
+    "rps": PettingZooGame(
+        "Both choose at once; the better choice wins.", _SHAPES, _show_last_shape
+    ),
     "leduc_holdem": PettingZooGame("Leduc hold'em.", ("call", "raise", "fold", "check")),
     "texas_holdem": PettingZooGame("Limit hold'em.", ("call", "raise", "fold", "check")),
     "texas_holdem_no_limit": PettingZooGame(
@@ -164,7 +166,7 @@ class PettingZoo(TextEnv):
             if self._env is None or self._made_of != chosen.kwargs:
                 self.close()
                 self._env, self._game = _make(self._name, module, chosen.kwargs)
-                self._readers = _readers(self._name, self._env, self._game)
+                self._readers = _make_readers(self._name, self._env, self._game)
                 self._made_of = dict(chosen.kwargs)
             self._env.reset(seed=seed % 2**32)  # rlcard takes no larger one
             self._earned = dict.fromkeys(self._readers, 0.0)
@@ -194,7 +196,7 @@ class PettingZoo(TextEnv):
                 any(self._env.terminations.values()),
                 any(self._env.truncations.values()),
             )
-            return self._went_on(actor, rewards) or self._final_result(
+            return self._next_turn(actor, rewards) or self._final_result(
                 actor, rewards, truncated and not terminated
             )
 
@@ -223,14 +225,14 @@ class PettingZoo(TextEnv):
         space.seed(rng.randrange(2**32))
         return reader.write(space.sample())
 
-    def _went_on(self, actor: str, rewards: Mapping[str, float]) -> StepResult | None:
+    def _next_turn(self, actor: str, rewards: Mapping[str, float]) -> StepResult | None:
         """The turn of the next agent that is still in the game; `None` if there is none."""
         while self._env.agents:
             agent = self._env.agent_selection
             if not (self._env.terminations[agent] or self._env.truncations[agent]):
                 seen, paid = self._next_message(agent), rewards.get(actor, 0.0)
                 return seen, paid, False, False, {"agent": agent, "rewards": dict(rewards)}
-            self._env.step(None)
+            self._env.step(None)  # PettingZoo's rule: an agent that is out steps once with None
         return None
 
     def _final_result(
@@ -265,10 +267,10 @@ class PettingZoo(TextEnv):
             self._greeted.add(agent)
             lines = [f"You are {agent}.", self._game.rules]
             lines += [self._readers[agent].instruction] if self._game.moves is None else []
-        lines += [_describe_observation(self._env, self._game, agent), self._possible(agent)]
+        lines += [_describe_observation(self._env, self._game, agent), self._list_possible(agent)]
         return "\n".join(filter(None, lines))
 
-    def _possible(self, agent: str) -> str:
+    def _list_possible(self, agent: str) -> str:
         """The possible actions, where not all are, and they are not too many."""
         if self._game.moves is not None:
             return f"Possible: {', '.join(self._game.moves(self._env))}."
@@ -339,7 +341,7 @@ def _make(name: str, module: ModuleType, kwargs: Mapping[str, Any]) -> tuple[Any
         ) from error
 
 
-def _readers(name: str, env: Any, game: PettingZooGame) -> dict[str, ActionReader]:
+def _make_readers(name: str, env: Any, game: PettingZooGame) -> dict[str, ActionReader]:
     """The action reader of each agent; checks the observation spaces, too."""
     readers = {}
     for agent in env.possible_agents:

@@ -57,10 +57,10 @@ class PythonProblem:
         if not isinstance(returned, ast.Return) or returned.value is None:
             return None
         values = dict(zip(inspect.signature(self.solve).parameters, self.arguments, strict=True))
-        return ast.unparse(_Filled(values).visit(returned.value))
+        return ast.unparse(_Substitution(values).visit(returned.value))
 
 
-class _Filled(ast.NodeTransformer):
+class _Substitution(ast.NodeTransformer):
     """Puts values in the places of names."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -109,9 +109,9 @@ class Programs:
         Raises:
             EnvError: the sandbox was lost twice.
         """
-        outcome = await self._outcome(_HARNESS.format(earlier=self._kept, code=code))
+        outcome = await self._run_program(_HARNESS.format(earlier=self._kept, code=code))
         if isinstance(outcome, LimitHit):
-            stopped = f"Error: the program was stopped, it used more {_USED[outcome.which]}"
+            stopped = f"Error: the program was stopped, it used more {_EXCEEDED[outcome.which]}"
             return f"{_shorten_output(outcome.stdout).rstrip()}\n{stopped}"
         if outcome.exit == 0:
             self._kept.append(code)
@@ -119,8 +119,10 @@ class Programs:
         ended = f"\nError: it ended with exit status {outcome.exit}" if outcome.exit else ""
         return f"{_shorten_output(outcome.stdout + outcome.stderr).rstrip()}{ended}"
 
-    async def _outcome(self, program: str) -> Ran | LimitHit:
-        """Run a program. A lost sandbox says nothing about the program, so it is run once more."""
+    async def _run_program(self, program: str) -> Ran | LimitHit:
+        """Run a program, and once more if the sandbox was lost, for which the program may not be to
+        blame.
+        """
         if self._config is None:
             raise EnvError("no episode is being played; call reset first")
         if self._sandbox is None:
@@ -211,7 +213,7 @@ class PythonTool(ToolEnv):
         )
 
 
-_USED = {
+_EXCEEDED = {
     "wall": "time than it may",
     "cpu": "processor time than it may",
     "memory": "memory than it may",

@@ -23,13 +23,13 @@ from agentrl.conversation.right_answers import check_it_is_no_solution
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
 from agentrl.envs.python_tool import Programs
 from agentrl.errors import ConfigError, ImageError
-from agentrl.protocols import Observation, OwnerOnly, ResetReply, StepReply, StepResult
+from agentrl.protocols import Observation, OwnerOnly, ResetReply, StepReply
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from agentrl.settings.base import Settings
 from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.trajectory import Message
 
-_LARGEST_NUMBER = 10**60
+_MAX_NUMBER = 10**60
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -55,7 +55,7 @@ def _as_images(given: Any) -> tuple[EncodedImage, ...]:
 
 
 def _as_chat(prompt: Any) -> list[Message]:
-    """The messages of a prompt, of which the last is the question."""
+    """The messages of a prompt; the last one is the question."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ValueError("it is empty")
@@ -104,7 +104,7 @@ class QuestionAnswer(ToolEnv):
         answer: Any = None
         """The right answer, or a list of right ones."""
         tool: Literal["none", "calculator", "python"] = "none"
-        """The context that the model may use before it answers."""
+        """The tool that the model may use before it answers."""
         system_prompt: str = ""
         """The system message, where the prompt has none."""
         limits: Annotated[SandboxLimits, OwnerOnly()] = SandboxLimits(wall=10.0, cpu=5.0)
@@ -149,7 +149,7 @@ class QuestionAnswer(ToolEnv):
 
         @property
         def opening(self) -> tuple[str, list[Message], str]:
-            """(system message, what comes between, question)"""
+            """(system message, messages before the question, question)"""
             systems = [*takewhile(lambda message: message.role == "system", self.prompt)]
             system = "\n\n".join(message.content for message in systems) or self.system_prompt
             return system, [*self.prompt[len(systems) : -1]], self.prompt[-1].content
@@ -179,7 +179,7 @@ class QuestionAnswer(ToolEnv):
                 " columns are these)"
             )
         chosen = read_options(self.Options, options)
-        self._golds = tuple(_plain(str(gold)) for gold in chosen.golds)
+        self._golds = tuple(_normalise(str(gold)) for gold in chosen.golds)
         self._specs = tuple(
             spec for spec in type(self)._specs if spec.name == _TOOL_OF[chosen.tool]
         )
@@ -209,16 +209,13 @@ class QuestionAnswer(ToolEnv):
 
     async def step(self, action: str) -> StepReply:
         """Run the calls of a message, or take it as the answer."""
-        played = self._play(action) if self.tools else self._final_step(action)
-        observation, reward, terminated, truncated, info = await played
+        result = await self._play(action) if self.tools else self.reply(action).step
+        observation, reward, terminated, truncated, info = result
         return observation, reward, terminated, truncated, {**info, "success": None}
-
-    async def _final_step(self, action: str) -> StepResult:
-        return self.reply(action).step
 
     def reply(self, text: str) -> ToolResult:
         """Take a message without calls as the answer."""
-        return ToolResult("", reward=float(_plain(text) in self._golds), terminated=True)
+        return ToolResult("", reward=float(_normalise(text) in self._golds), terminated=True)
 
     async def python(self, code: str) -> str:
         """Run a Python program. Names that it sets can be used by the next one.
@@ -235,7 +232,7 @@ class QuestionAnswer(ToolEnv):
             expression: such as (12 + 7.5) * 3
         """
         try:
-            return str(_value(ast.parse(expression.strip(), mode="eval").body))
+            return str(_evaluate(ast.parse(expression.strip(), mode="eval").body))
         except (
             SyntaxError,
             ValueError,
@@ -250,21 +247,25 @@ class QuestionAnswer(ToolEnv):
 _TOOL_OF = {"none": "", "calculator": "calculate", "python": "python"}
 
 
-def _plain(text: str) -> str:
+def _normalise(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _value(node: ast.expr) -> int | float:
-    """The value of an expression, which is small enough to be written out."""
+def _evaluate(node: ast.expr) -> int | float:
+    """The value of an expression.
+
+    Raises:
+        ValueError: it has something else than arithmetic, or a value too large to be written out.
+    """
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             value = number
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-            value = _OPERATORS[type(op)](_value(operand))
+            value = _OPERATORS[type(op)](_evaluate(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            value = _OPERATORS[type(op)](_value(left), _value(right))
+            value = _OPERATORS[type(op)](_evaluate(left), _evaluate(right))
         case _:
             raise ValueError("use numbers, + - * / // % and parentheses")
-    if abs(value) > _LARGEST_NUMBER:
+    if abs(value) > _MAX_NUMBER:
         raise ValueError("its value is too large")
     return value

@@ -112,11 +112,11 @@ def _make(name: str, options: Options) -> Any:
     except Exception as error:
         raise ConfigError(
             f"reasoning_gym cannot make {name!r} with size={options.size} and"
-            f" config={options.config!r}: {error!r}. Its settings: {_settings_of(name)}"
+            f" config={options.config!r}: {error!r}. Its settings: {_describe_settings(name)}"
         ) from error
 
 
-def _settings_of(name: str) -> str:
+def _describe_settings(name: str) -> str:
     """The data set's settings, as `name=default` if there is a default."""
     from dataclasses import MISSING, fields
 

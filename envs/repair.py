@@ -33,7 +33,7 @@ from agentrl.sandbox.shell_task import ShellTask
 from agentrl.trajectory import ToolCall
 
 LanguageName = Literal["python", "sh", "awk", "perl", "javascript"]
-_SHOWN, _HIDDEN = 3, 6
+_SHOWN_CALLS, _HIDDEN_CALLS = 3, 6
 """Calls of each function that the model is shown, and those that only the judge makes."""
 _Calls = list[tuple[str, tuple[int, ...]]]
 _Expected = Mapping[tuple[str, tuple[int, ...]], int]
@@ -75,7 +75,7 @@ class Repository:
             lines = zip(text.split("\n"), self.correct[path].split("\n"), strict=True)
             for number, (wrong, right) in enumerate(lines, 1):
                 if wrong != right:
-                    found.append(f"sed -i {_replacing(wrong, right, number)} {path}")
+                    found.append(f"sed -i {_sed_argument(wrong, right, number)} {path}")
         return found
 
 
@@ -100,19 +100,19 @@ class Repair(ShellTaskEnv):
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: set[str] = set()
+        self._interpreters: set[str] = set()
 
     async def _begin(self, seed: int) -> tuple[str, Sandbox]:
         instruction, sandbox = await super()._begin(seed)
         try:
-            await self._check(sandbox, self.repository.language.interpreter)
+            await self._check_interpreter(sandbox, self.repository.language.interpreter)
         except BaseException:
             await sandbox.close()
             raise
         return instruction, sandbox
 
-    async def _check(self, sandbox: Sandbox, interpreter: str) -> None:
-        if interpreter in self._found:
+    async def _check_interpreter(self, sandbox: Sandbox, interpreter: str) -> None:
+        if interpreter in self._interpreters:
             return
         done = await sandbox.run(Command(shell(f"command -v {interpreter}")))
         if done.exit:
@@ -120,44 +120,40 @@ class Repair(ShellTaskEnv):
                 f"env.options.languages: the sandbox has no {interpreter!r}: choose other languages"
                 f" of {', '.join(LANGUAGES)}, or an image that has it"
             )
-        self._found.add(interpreter)
+        self._interpreters.add(interpreter)
 
     def _task_of(self, seed: int) -> ShellTask:
         chosen = self.options
         rng = random.Random(seed)
         language = LANGUAGES[rng.choice(chosen.languages)]
         self.repository = made = drawn_repository(rng, language, chosen.level)
-        return replace(made.task, instruction=_brief(made) if chosen.brief else _told(made))
-
-
-def _told(made: Repository) -> str:
-    language = made.language
-    names = " and ".join(f"{module}{language.suffix}" for module in made.modules)
-    return (
-        f"`sh test.sh` fails: {names} should compute what the comments say, and does not. Find the"
-        " mistake and correct it. The program will also be tested with numbers that you do not see."
-    )
-
-
-def _brief(made: Repository) -> str:
-    return "\n".join(made.files[f"{module}{made.language.suffix}"] for module in made.modules)
+        names = [f"{module}{language.suffix}" for module in made.modules]
+        if chosen.brief:
+            return replace(made.task, instruction="\n".join(made.files[name] for name in names))
+        instruction = (
+            f"`sh test.sh` fails: {' and '.join(names)} should compute what the comments say, and"
+            " does not. Find the mistake and correct it. The program will also be tested with"
+            " numbers that you do not see."
+        )
+        return replace(made.task, instruction=instruction)
 
 
 def drawn_repository(rng: random.Random, language: Language, level: int) -> Repository:
     """A program with bugs that its tests find, and that one half of a repair leaves to be found."""
     while True:
-        modules = _drawn_modules(rng, level)
+        modules = _draw_modules(rng, level)
         functions = {one.name: one for part in modules.values() for one in part}
-        shown, hidden = _drawn_calls(rng, functions)
+        shown, hidden = _draw_calls(rng, functions)
         calls = [*shown, *hidden]
         expected = {call: evaluate(functions, *call) for call in calls}
         for _ in range(20):
-            bugs = [_with_bug(rng, functions, level) for _ in range(2 if level == 4 else 1)]
+            bugs = [_plant_bug(rng, functions, level) for _ in range(2 if level == 4 else 1)]
             if len({bug.name for bug in bugs}) < len(bugs):
                 continue
             wrong = {**functions, **{bug.name: bug for bug in bugs}}
             mended = [{**wrong, bug.name: functions[bug.name]} for bug in bugs]
             half_mended = [wrong, *(mended if len(bugs) > 1 else [])]
+            # The shown tests must find the bugs, and the hidden ones each bug alone.
             if _fails(wrong, shown, expected) and all(
                 _fails(half, hidden, expected) for half in half_mended
             ):
@@ -172,7 +168,7 @@ def drawn_repository(rng: random.Random, language: Language, level: int) -> Repo
                 )
 
 
-def _drawn_modules(rng: random.Random, level: int) -> dict[str, list[Function]]:
+def _draw_modules(rng: random.Random, level: int) -> dict[str, list[Function]]:
     match level:
         case 1:
             return {"basics": [drawn_function(rng)]}
@@ -187,16 +183,16 @@ def _drawn_modules(rng: random.Random, level: int) -> dict[str, list[Function]]:
     return {"basics": list(BASICS), "series": list(SERIES), "sums": list(OF_OTHERS)}
 
 
-def _drawn_calls(rng: random.Random, functions: Functions) -> tuple[_Calls, _Calls]:
+def _draw_calls(rng: random.Random, functions: Functions) -> tuple[_Calls, _Calls]:
     shown, hidden = [], []
     for name, function in functions.items():
-        calls = [(name, case) for case in function.cases(rng, _SHOWN + _HIDDEN)]
-        shown += calls[:_SHOWN]
-        hidden += calls[_SHOWN:]
+        calls = [(name, case) for case in function.cases(rng, _SHOWN_CALLS + _HIDDEN_CALLS)]
+        shown += calls[:_SHOWN_CALLS]
+        hidden += calls[_SHOWN_CALLS:]
     return shown, hidden
 
 
-def _with_bug(rng: random.Random, functions: Functions, level: int) -> Function:
+def _plant_bug(rng: random.Random, functions: Functions, level: int) -> Function:
     function = functions[rng.choice(list(functions))]
     bodies = list(broken(function.body))
     return replace(function, body=rng.choice(bodies[:2] if level == 1 else bodies))
@@ -232,14 +228,15 @@ def as_lines(calls: _Calls) -> str:
     return "".join(f"{name} {' '.join(map(str, case))}\n" for name, case in calls)
 
 
-def _replacing(wrong: str, right: str, number: int) -> str:
-    """The argument of `sed` that makes a line out of another one: of the operator alone, if it is
-    the first in the line, else of the whole line.
+def _sed_argument(wrong: str, right: str, number: int) -> str:
+    """The argument of `sed` that turns one line into another: it replaces the operator alone where
+    that is enough, else the whole line.
     """
     for old in OPERATORS:
         for new in OPERATORS:
             if old in wrong and wrong.replace(old, new, 1) == right:
                 return f"{number}s/{old}/{new}/"
+    # In a replacement, \\, & and / are special to sed, and ' ends the shell's word.
     plain = right.replace("\\", "\\\\").replace("&", "\\&").replace("/", "\\/")
     return "'" + f"{number}s/.*/{plain}/".replace("'", "'\\''") + "'"
 

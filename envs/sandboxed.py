@@ -1,4 +1,4 @@
-"""What environments share in which the model works in a sandbox: its tools, and the limits."""
+"""The base of environments in which the model works in a sandbox: its tools, and the limits."""
 
 import asyncio
 import pickle
@@ -95,6 +95,7 @@ class SandboxedEnv(ToolEnv):
         """
         files = await self._live.snapshot()
         now = asyncio.get_running_loop().time()
+        # Snapshots take disk, and nothing says when the last rollout from one has begun.
         while self._kept and self._kept[0][0] < now:
             await self._provider.remove(self._kept.pop(0)[1])
         self._kept.append((now + self.options.lease, files))

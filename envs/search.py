@@ -127,7 +127,7 @@ class Search(ToolEnv):
 
         @field_validator("names")
         @classmethod
-        def _enough(cls, names: int | None, info: ValidationInfo) -> int | None:
+        def _check_names(cls, names: int | None, info: ValidationInfo) -> int | None:
             if names is not None and names < (needed := 40 * info.data.get("level", 1)):
                 raise ValueError(f"a world of this level has {needed} names")
             return names
@@ -261,14 +261,16 @@ def hasty_player(env: Search, rng: random.Random, skill: float = 0.5) -> str:
     for thing, other in pairwise(env.world.chain):
         document = texts[thing]
         if document.id not in env.found:
-            words = f"{_words_of_fact(document, other)} {thing}" if rng.random() < skill else thing
+            words = (
+                f"{_fact_without_names(document, other)} {thing}" if rng.random() < skill else thing
+            )
             return env.written(ToolCall("search", {"query": words, "k": 1}))
     answer = env.world.chain[-1]
     names = re.findall(r"[A-Z]\w+(?: [A-Z]\w+)*", env.shown)
     return env.written(ToolCall("answer", {"text": answer if answer in env.shown else names[-1]}))
 
 
-def _words_of_fact(document: Document, other: str) -> str:
+def _fact_without_names(document: Document, other: str) -> str:
     """The document's words about its thing and the other one, without both names."""
     (sentence,) = (sentence for sentence in document.text.split(". ") if other in sentence)
     return " ".join(sentence.replace(other, "").replace(document.title, "").rstrip(" .").split())
@@ -295,7 +297,7 @@ def _any_call(env: Search, rng: random.Random) -> ToolCall:
 def make_world(level: int, seed: int, shared_names: int | None = None) -> SearchWorld:
     """The world of a seed; all members of a group share it."""
     rng = random.Random(seed)
-    things = _things(8 * level, rng, _shared_names(shared_names) if shared_names else None)
+    things = _draw_names(8 * level, rng, _shared_names(shared_names) if shared_names else None)
     kinds = [(thing, kind) for kind in REMARKS for thing in things[kind]]
     facts: dict[str, list[tuple[Relation, str]]] = {}
     for thing, kind in kinds:
@@ -306,23 +308,27 @@ def make_world(level: int, seed: int, shared_names: int | None = None) -> Search
                 facts[thing].append((relation, rng.choice(others)))
     numbers = rng.sample(range(1000, 10_000), len(kinds))
     documents = tuple(
-        Document(number, thing, _text(thing, facts[thing], REMARKS[kind], rng))
+        Document(number, thing, _write_document(thing, facts[thing], REMARKS[kind], rng))
         for number, (thing, kind) in zip(numbers, kinds, strict=True)
     )
-    return SearchWorld(documents, *_question(level, things["person"], facts, rng))
+    return SearchWorld(documents, *_draw_question(level, things["person"], facts, rng))
 
 
 @cache
 def _shared_names(count: int) -> Sequence[str]:
-    """So many different names, the same for every seed."""
+    """`count` different names, the same for every seed."""
     rng, names = random.Random(0), dict[str, None]()
     while len(names) < count:
         names[_name(rng)] = None
     return tuple(names)
 
 
-def _things(people: int, rng: random.Random, shared: Sequence[str] | None) -> dict[str, list[str]]:
+def _draw_names(
+    people: int, rng: random.Random, shared: Sequence[str] | None
+) -> dict[str, list[str]]:
     """Names by kind, all different. People share surnames, so that only the full name finds one."""
+    # Five names a person suffice: a first name each, and half as many of each other kind. Invented
+    # names may repeat, so more are drawn.
     names = (
         rng.sample(shared, 5 * people)
         if shared
@@ -353,7 +359,7 @@ def _name(rng: random.Random) -> str:
 _Facts = Mapping[str, Sequence[tuple[Relation, str]]]
 
 
-def _text(
+def _write_document(
     thing: str, facts: Sequence[tuple[Relation, str]], remarks: Sequence[str], rng: random.Random
 ) -> str:
     sentences = [relation.sentence.format(thing, other) for relation, other in facts]
@@ -362,7 +368,7 @@ def _text(
     return " ".join(sentences)
 
 
-def _question(
+def _draw_question(
     level: int, people: Sequence[str], facts: _Facts, rng: random.Random
 ) -> tuple[str, tuple[str, ...]]:
     """A question of `level` facts, and its chain, all different, from the thing it names to the one
@@ -387,8 +393,8 @@ def _question(
 
 
 def _index(documents: Sequence[Document]) -> sqlite3.Connection:
-    # An environment may be closed in another thread than it was played in, but never used by two at
-    # once.
+    # An environment may be closed in another thread than the one that played it, but is never used
+    # by two at the same time.
     index = sqlite3.connect(":memory:", check_same_thread=False)
     index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text)")
     rows = [(document.id, document.title, document.text) for document in documents]

@@ -81,7 +81,7 @@ TOPICS: Mapping[str, str] = {
 question."""
 
 LISTED = ("price", "area")
-"""Topics about which the list of rooms tells all."""
+"""The topics that the list of rooms shows; the others need `inspect_room`."""
 
 User = Callable[[str, Sequence[Wish], random.Random], str | Awaitable[str]]
 """Answers a question, given all wishes and the episode's generator. May be async; keeps no state
@@ -145,10 +145,10 @@ class Shop(ToolEnv):
         self._user: User = chosen.user
         self.topics = chosen.topics
         self.brief = chosen.brief
-        self.wishes = _wishes(
+        self.wishes = _draw_wishes(
             chosen.topics, chosen.wishes or min(chosen.level + 1, len(set(chosen.topics))), self.rng
         )
-        rooms = _rooms(
+        rooms = _draw_rooms(
             chosen.rooms or 4 * chosen.level + 4,
             self.wishes,
             self.rng,
@@ -184,8 +184,16 @@ class Shop(ToolEnv):
         if where and where not in AREAS:
             raise ToolError(f"there is no part of town {area[:40]!r}, only {', '.join(AREAS)}")
         rooms = [room for room in self.rooms.values() if where in ("", room.area)]
+        if not rooms:
+            return "No rooms."
         self.listed.update(room.name for room in rooms)
-        return self._list(rooms)
+        topics = [topic for topic in LISTED if not self.brief or topic in self.topics]
+        lines = []
+        for room in rooms:
+            facts = {"price": f"{room.price} euros", "area": room.area}
+            text = ", ".join(facts[topic] for topic in topics)
+            lines.append(f"{room.name}: {text}" if text else room.name)
+        return f"Rooms: {'; '.join(lines)}" if self.brief else "\n".join(lines)
 
     def inspect_room(self, room: str) -> dict[str, Any]:
         """Tell all about a room.
@@ -214,23 +222,6 @@ class Shop(ToolEnv):
         fits = self.booked is not None and all(wish.holds(self.booked) for wish in self.wishes)
         reply = "Thank you, this is what I wanted." if fits else "This is not what I wanted."
         return ToolResult(reply, reward=float(fits), terminated=True, success=fits)
-
-    def _list(self, rooms: Sequence[Room]) -> str:
-        """These rooms, with what the list tells of each."""
-        if not rooms:
-            return "No rooms."
-        topics = [topic for topic in LISTED if not self.brief or topic in self.topics]
-        told = [
-            ", ".join(
-                {"price": f"{room.price} euros", "area": room.area}[topic] for topic in topics
-            )
-            for room in rooms
-        ]
-        lines = [
-            f"{room.name}: {text}" if text else room.name
-            for room, text in zip(rooms, told, strict=True)
-        ]
-        return f"Rooms: {'; '.join(lines)}" if self.brief else "\n".join(lines)
 
     def _find(self, name: str) -> Room:
         found = self.rooms.get(name.strip().title())
@@ -312,8 +303,6 @@ def _any_call(env: Shop, rng: random.Random) -> ToolCall:
     calls = [
         ToolCall("ask_user", {"question": f"And the {rng.choice(list(TOPICS))}?"}),
         ToolCall("list_rooms", {}),
-    ]
-    calls += [
         ToolCall("inspect_room", {"room": room}),
         ToolCall("book", {"room": room}),
         ToolCall("finish", {}),
@@ -321,7 +310,7 @@ def _any_call(env: Shop, rng: random.Random) -> ToolCall:
     return rng.choice(calls)
 
 
-def _wishes(topics: Sequence[str], count: int, rng: random.Random) -> tuple[Wish, ...]:
+def _draw_wishes(topics: Sequence[str], count: int, rng: random.Random) -> tuple[Wish, ...]:
     if count > len(set(topics)):
         raise ConfigError(
             f"options: {count} wishes need as many topics, and there are only {', '.join(topics)}"
@@ -340,37 +329,43 @@ def _wishes(topics: Sequence[str], count: int, rng: random.Random) -> tuple[Wish
     )
 
 
-def _rooms(
+def _draw_rooms(
     count: int,
     wishes: Sequence[Wish],
     rng: random.Random,
-    called: Sequence[str],
+    known_names: Sequence[str],
     *,
     one_is_taken: bool,
 ) -> list[Room]:
-    """One room that fits, for each wish one that fails only that wish, and others that fail some;
+    """One room that fits, one for each wish that fails only that wish, and others that fail some;
     in random order.
 
     Raises:
-        ConfigError: so many wishes need more rooms, or so many rooms more names.
+        ConfigError: there are too few rooms for the wishes, or too few names for the rooms.
     """
     if count < (needed := len(wishes) + 1 + one_is_taken):
         raise ConfigError(
             f"options: {len(wishes)} wishes need at least {needed} rooms at this level, not {count}"
         )
-    if count > len(called):
-        raise ConfigError(f"options: {count} rooms need as many names, not {len(called)}")
+    if count > len(known_names):
+        raise ConfigError(f"options: {count} rooms need as many names, not {len(known_names)}")
+    # The wishes that each room fails: none, each wish alone, and then any.
     missed = [[], *([wish] for wish in wishes)]
     missed += [rng.sample(wishes, rng.randint(1, len(wishes))) for _ in range(count - len(missed))]
-    names = rng.sample(called, len(missed))
-    rooms = [_room(name, wishes, misses, rng) for name, misses in zip(names, missed, strict=True)]
+    names = rng.sample(known_names, len(missed))
+    rooms = [
+        _draw_room(name, wishes, misses, rng) for name, misses in zip(names, missed, strict=True)
+    ]
     if one_is_taken:
+        # A twin of the room that fits, but taken: the player must look before it books.
         rooms[-1] = replace(rooms[0], name=rooms[-1].name, free=False)
     rng.shuffle(rooms)
     return rooms
 
 
-def _room(name: str, wishes: Sequence[Wish], misses: Sequence[Wish], rng: random.Random) -> Room:
+def _draw_room(
+    name: str, wishes: Sequence[Wish], misses: Sequence[Wish], rng: random.Random
+) -> Room:
     """A random room that fulfils all wishes except `misses`."""
     breakfast, pets, parking = (rng.random() < 0.5 for _ in range(3))
     room = Room(
@@ -382,12 +377,14 @@ def _room(name: str, wishes: Sequence[Wish], misses: Sequence[Wish], rng: random
         pets,
         parking,
     )
-    values: dict[str, Any] = {wish.about: _value(wish, wish not in misses, rng) for wish in wishes}
+    values: dict[str, Any] = {
+        wish.about: _draw_value(wish, wish not in misses, rng) for wish in wishes
+    }
     return replace(room, **values)
 
 
-def _value(wish: Wish, granted: bool, rng: random.Random) -> int | str | bool:
-    """A value that fulfils the wish, or one that does not."""
+def _draw_value(wish: Wish, granted: bool, rng: random.Random) -> int | str | bool:
+    """A random value that fulfils the wish, or fails it."""
     if wish.about == "price":
         limit = int(wish.value)
         return rng.randrange(40, limit + 1, 5) if granted else limit + rng.randrange(5, 60, 5)

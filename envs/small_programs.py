@@ -70,13 +70,15 @@ class Function:
 
     name: str
     says: str
-    """What it computes."""
+    """Its purpose in words, as its comment says it."""
     body: Body
     arguments: Mapping[str, range]
-    """What it can be called with."""
+    """The range of each argument in tests."""
 
     def cases(self, rng: random.Random, count: int) -> list[tuple[int, ...]]:
-        """So many different arguments, or fewer if there are no more."""
+        """`count` different tuples of arguments, or all if there are fewer."""
+        # Each combination has a number, whose digits, in the bases of the ranges' lengths, are the
+        # positions of its arguments. So combinations are sampled without listing them all.
         total = 1
         for values in self.arguments.values():
             total *= len(values)
@@ -94,7 +96,7 @@ Functions = Mapping[str, Function]
 
 
 def evaluate(functions: Functions, name: str, arguments: Sequence[int]) -> int:
-    """What a function returns."""
+    """The value that a function returns."""
     function = functions[name]
     known = dict(zip(function.arguments, arguments, strict=True))
 
@@ -134,7 +136,7 @@ def _compute(operator: Operator, left: int, right: int) -> int:
 
 
 def broken(body: Body) -> Iterator[Body]:
-    """Bodies with one mistake each. Some mistakes may change nothing that can be seen."""
+    """Bodies with one mistake each. Some may still return the same for all arguments."""
     match body:
         case Value(result):
             yield from map(Value, _mistaken(result))
@@ -250,7 +252,7 @@ OF_OTHERS = (
 
 
 def needed(functions: Sequence[Function]) -> set[str]:
-    """The names of what these functions call."""
+    """The names of the functions that these functions call."""
     found: set[str] = set()
 
     def look(part: object) -> None:

@@ -164,6 +164,7 @@ class Sokoban(TextEnv):
         """
         if not self._has_started or self._is_solved:
             raise EnvError("no episode is being played; call reset first")
+        # One word, however often it is said: "left, I say left" moves, "left or up" does not.
         words = set(re.findall(r"[a-z]+", action.lower())) & set(MOVES)
         if len(words) != 1:
             return self._view(_HINT), 0.0, False, False, {"success": False}
@@ -208,20 +209,22 @@ class Sokoban(TextEnv):
         """The observation, and a line of text after it."""
         if self._chosen_view == "picture":
             return Observation(more, [board_image(self._letters(), _COLOURS, _SIGNS)])
-        shown = self._words() if self._chosen_view == "words" else self._grid()
+        shown = self._describe() if self._chosen_view == "words" else self._grid()
         return f"{shown}\n{more}" if more else shown
 
     def _letters(self) -> list[str]:
         return [row[1::2] for row in self._grid().split("\n")]
 
-    def _words(self) -> str:
+    def _describe(self) -> str:
         said = []
         for box in sorted(self._boxes):
             goal = min(
                 sorted(self._puzzle.goals),
                 key=lambda goal: abs(goal[0] - box[0]) + abs(goal[1] - box[1]),
             )
-            said.append(f"box {_way(self._player, box)}, goal {_way(box, goal)}")
+            said.append(
+                f"box {_steps_between(self._player, box)}, goal {_steps_between(box, goal)}"
+            )
         walls = [word for word in MOVES if _beside(self._player, word) not in self._puzzle.floor]
         return "\n".join([*said, *([f"wall {' '.join(walls)}"] if walls else [])])
 
@@ -260,13 +263,13 @@ def make_puzzle(level: int, seed: int, side: int | None = None, walls: int | Non
     """The puzzle of a seed; all members of a group share it."""
     rng, shape = random.Random(seed), LEVELS[level]
     shape = replace(shape, side=side or shape.side, walls=shape.walls if walls is None else walls)
-    while (puzzle := _pull_apart(_room(shape, rng), shape, rng)) is None:
+    while (puzzle := _pull_apart(_draw_floor(shape, rng), shape, rng)) is None:
         pass
     return puzzle
 
 
-def _room(shape: Shape, rng: random.Random) -> frozenset[Cell]:
-    """A connected floor."""
+def _draw_floor(shape: Shape, rng: random.Random) -> frozenset[Cell]:
+    """A random connected floor: walls are drawn again until no cell is cut off."""
     cells = [(row, column) for row in range(shape.side) for column in range(shape.side)]
     while True:
         rng.shuffle(cells)
@@ -285,7 +288,7 @@ def _pull_apart(floor: frozenset[Cell], shape: Shape, rng: random.Random) -> Puz
     boxes = goals = frozenset(places)
     solution, best = {goals: (player, "")}, (0, goals, player)
     for _ in range(shape.pulls):
-        pulls = _pulls(floor, boxes, player)
+        pulls = _reachable_pulls(floor, boxes, player)
         new = [pull for pull in pulls if pull[0] not in solution]
         if not new:
             break
@@ -302,8 +305,10 @@ def _pull_apart(floor: frozenset[Cell], shape: Shape, rng: random.Random) -> Puz
     return Puzzle(shape.side, floor, goals, best[1], best[2], solution)
 
 
-def _pulls(floor: frozenset[Cell], boxes: frozenset[Cell], player: Cell) -> list[Pull]:
-    """All pulls that the player can reach."""
+def _reachable_pulls(floor: frozenset[Cell], boxes: frozenset[Cell], player: Cell) -> list[Pull]:
+    """All pulls that the player can reach. It stands beside the box, on the side that the box
+    moves to, and steps back.
+    """
     free = floor - boxes
     reached = _distances(free, player)
     pulls = []
@@ -325,7 +330,7 @@ def _beside(cell: Cell, word: str) -> Cell:
     return cell[0] + down, cell[1] + right
 
 
-def _way(start: Cell, end: Cell) -> str:
+def _steps_between(start: Cell, end: Cell) -> str:
     """The steps down or up, and right or left, between two cells: `2 up 1 left`, or `here`."""
     down, right = end[0] - start[0], end[1] - start[1]
     parts = [

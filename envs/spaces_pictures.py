@@ -5,34 +5,33 @@ A `Box` of bytes from 0 to 255 is pictures if it has the shape of pixels
 before the text, in which the rest of the observation is written.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
 
-from agentrl.envs.spaces_text import format_observation, is_image
+from agentrl.envs.spaces_text import format_observation, is_image, parts_of
 from agentrl.errors import EnvError
 from agentrl.protocols import Observation
 from agentrl.tokens.encoded_image import EncodedImage
 from agentrl.tokens.pixels import pictures_of
 
 _TAKEN = object()
-"""Stands in the place of what has been taken out of an observation."""
+"""Marks a part of an observation that was a picture, and was taken out."""
 
 
 def holds_pictures(space: Space[Any] | None) -> bool:
     """True if observations of a space hold pictures."""
     if isinstance(space, spaces.Box):
         return is_image(space)
-    return any(map(holds_pictures, _inner(space).values()))
+    return any(map(holds_pictures, (parts_of(space) or {}).values()))
 
 
 def without_pictures(space: Space[Any]) -> Space[Any] | None:
     """A space without the parts of it that are pictures; None if nothing is left."""
     if isinstance(space, spaces.Box):
         return None if is_image(space) else space
-    if not (inner := _inner(space)):
+    if not (inner := parts_of(space)):
         return space
     kept = {key: left for key, one in inner.items() if (left := without_pictures(one)) is not None}
     if not kept:
@@ -43,7 +42,7 @@ def without_pictures(space: Space[Any]) -> Space[Any] | None:
 def shown_of(space: Space[Any], observation: Any) -> Observation:
     """An observation with its pictures, and the rest of it as text."""
     images: list[EncodedImage] = []
-    rest = _taken_apart(space, observation, images)
+    rest = _take_pictures(space, observation, images)
     return Observation("" if rest is _TAKEN else format_observation(rest), images)
 
 
@@ -62,25 +61,18 @@ def rendered(env: Any) -> EncodedImage:
     return EncodedImage.of_pixels(pixels)
 
 
-def _taken_apart(space: Space[Any], observation: Any, images: list[EncodedImage]) -> Any:
-    """The rest of an observation, whose pictures are appended to `images`."""
+def _take_pictures(space: Space[Any], observation: Any, images: list[EncodedImage]) -> Any:
+    """An observation without its pictures, which are appended to `images`."""
     if isinstance(space, spaces.Box) and is_image(space):
         images += pictures_of(np.asarray(observation, np.uint8))
         return _TAKEN
-    if not (inner := _inner(space)):
+    if not (inner := parts_of(space)):
         return observation
-    rest = {key: _taken_apart(one, observation[key], images) for key, one in inner.items()}
+    rest = {key: _take_pictures(one, observation[key], images) for key, one in inner.items()}
     kept = {key: one for key, one in rest.items() if one is not _TAKEN}
     if not kept:
         return _TAKEN
     return kept if isinstance(space, spaces.Dict) else tuple(kept.values())
-
-
-def _inner(space: Space[Any] | None) -> Mapping[Any, Space[Any]]:
-    """The parts of a space by their keys, or by their numbers."""
-    if isinstance(space, spaces.Dict):
-        return space.spaces
-    return dict(enumerate(space.spaces)) if isinstance(space, spaces.Tuple) else {}
 
 
 __all__ = ["holds_pictures", "rendered", "shown_of", "without_pictures"]

@@ -225,7 +225,7 @@ ones, if not all are. It raises `ToolError`, with a text for the player, for a m
 none, more than one, or one that is not legal. `write` returns the message that names an action."""
 
 
-def _inner(space: Space[Any]) -> Mapping[Any, Space[Any]] | None:
+def parts_of(space: Space[Any] | None) -> Mapping[Any, Space[Any]] | None:
     """The parts of a space by their keys, or by their numbers; `None` if it has none."""
     if isinstance(space, spaces.Dict):
         return space.spaces
@@ -234,7 +234,7 @@ def _inner(space: Space[Any]) -> Mapping[Any, Space[Any]] | None:
 
 def _leaves(space: Space[Any], path: str = "") -> Iterator[tuple[str, Space[Any]]]:
     """The innermost parts of a space, with their paths."""
-    inner = _inner(space)
+    inner = parts_of(space)
     if inner is None:
         yield path, space
     else:
@@ -243,7 +243,7 @@ def _leaves(space: Space[Any], path: str = "") -> Iterator[tuple[str, Space[Any]
 
 
 def _put_together(space: Space[Any], parts: Mapping[str, Any], path: str = "") -> Any:
-    inner = _inner(space)
+    inner = parts_of(space)
     if inner is None:
         return parts[path]
     built = {
@@ -254,7 +254,7 @@ def _put_together(space: Space[Any], parts: Mapping[str, Any], path: str = "") -
 
 
 def _take_apart(space: Space[Any], action: Any, path: str = "") -> dict[str, Any]:
-    inner = _inner(space)
+    inner = parts_of(space)
     if inner is None:
         return {path: action}
     parts: dict[str, Any] = {}
@@ -288,7 +288,7 @@ def action_reader(name: str, space: Space[Any], words: Sequence[str] = ()) -> Ac
             "texts"
             if isinstance(space, spaces.Text)
             else "numbers"
-            if _inner(space) is None
+            if parts_of(space) is None
             else "of several parts"
         )
         raise ConfigError(
@@ -297,7 +297,7 @@ def action_reader(name: str, space: Space[Any], words: Sequence[str] = ()) -> Ac
         )
     if isinstance(space, spaces.Text):
         return TextReader(space)
-    if _inner(space) is not None:
+    if parts_of(space) is not None:
         return _parts_reader(name, space)
     bounds = _bounds(space)
     if bounds is None or not 0 < len(bounds[0]) <= MAX_ACTION_NUMBERS:

@@ -136,6 +136,7 @@ class TextMaze(TextEnv):
         keys and the goal.
         """
         side = 1 + max(row for row, _ in self.maze.parents)
+        # Cells are drawn at odd rows and columns; between two of them is a wall, a way or a door.
         cells = [["#"] * (2 * side + 1) for _ in range(2 * side + 1)]
         for (row, column), (up, left) in self.maze.parents.items():
             cell = row, column
@@ -206,37 +207,31 @@ class TextMaze(TextEnv):
     def _next(self, cell: Cell, word: str) -> Cell | None:
         """The cell that the word leads to now, if any."""
         to = _beside(cell, word)
-        door = _passage(self.maze, cell, to)
+        door = _door_between(self.maze, cell, to)
         return to if door == "" or door in self.keys else None
 
     def _view(self) -> str:
-        if not self._located:
-            return self._surroundings()
-        (row, column), (goal_row, goal_column) = self.cell, self.maze.goal
-        at = f"You: {row} {column}. Goal: {goal_row} {goal_column}."
-        return f"{at}\n{self._surroundings()}"
-
-    def _surroundings(self) -> str:
         seen = {word: self._look(word) for word in MOVES}
         held = ", ".join(f"{key} key" for key in self.keys)
-        if not self._brief:
-            return "\n".join(
-                [
-                    *(f"{word}: {what}" for word, what in seen.items()),
-                    f"You hold: {held or 'nothing'}",
-                ]
-            )
-        ways = [
-            word if what == "free" else f"{word}: {what}"
-            for word, what in seen.items()
-            if what != "wall"
-        ]
-        return ", ".join(ways) + (f"\nYou hold: {held}" if held else "")
+        if self._brief:
+            ways = [
+                word if what == "free" else f"{word}: {what}"
+                for word, what in seen.items()
+                if what != "wall"
+            ]
+            lines = [", ".join(ways), *([f"You hold: {held}"] if held else [])]
+        else:
+            lines = [f"{word}: {what}" for word, what in seen.items()]
+            lines.append(f"You hold: {held or 'nothing'}")
+        if self._located:
+            (row, column), (goal_row, goal_column) = self.cell, self.maze.goal
+            lines.insert(0, f"You: {row} {column}. Goal: {goal_row} {goal_column}.")
+        return "\n".join(lines)
 
     def _look(self, word: str) -> str:
         """The cell in that direction."""
         to = _beside(self.cell, word)
-        door = _passage(self.maze, self.cell, to)
+        door = _door_between(self.maze, self.cell, to)
         if door is None:
             return "wall"
         if door:
@@ -268,8 +263,8 @@ def make_maze(level: int, seed: int, side: int | None = None, cells: int | None 
     side, how_many = side or LEVELS[level][0], LEVELS[level][1]
     way: list[Cell] = []
     while len(way) < how_many + 2:  # a maze of few cells may be too short for its doors
-        parents = _tree(side, cells, rng)
-        way = _longest_way(parents)
+        parents = _grow_tree(side, cells, rng)
+        way = _longest_path(parents)
     # `way` leads from the goal back. No door is next to the start, where there would be no room for
     # its key.
     behind = sorted(rng.sample(way[:-2], how_many), key=lambda cell: -way.index(cell))
@@ -277,7 +272,7 @@ def make_maze(level: int, seed: int, side: int | None = None, cells: int | None 
     return Maze(way[-1], way[0], parents, doors, _hide_keys(parents, doors, rng))
 
 
-def _longest_way(parents: Mapping[Cell, Cell]) -> list[Cell]:
+def _longest_path(parents: Mapping[Cell, Cell]) -> list[Cell]:
     """The cells from the one that is farthest from the start back to the start."""
     depths: dict[Cell, int] = {}
     for cell, parent in parents.items():
@@ -288,7 +283,7 @@ def _longest_way(parents: Mapping[Cell, Cell]) -> list[Cell]:
     return way
 
 
-def _tree(side: int, cells: int | None, rng: random.Random) -> dict[Cell, Cell]:
+def _grow_tree(side: int, cells: int | None, rng: random.Random) -> dict[Cell, Cell]:
     """The parent of each cell, parents first: a tree grown mostly at its newest end, so that paths
     are long.
 
@@ -315,6 +310,8 @@ def _hide_keys(
     """Put each door's key behind all earlier doors and before the door itself, so that the maze can
     be solved.
     """
+    # Doors between the start and each cell. They all lie on the way to the goal, so a cell behind
+    # `number` doors is behind the first ones, and before the door whose key it may hold.
     passed: dict[Cell, int] = {}
     for cell, parent in parents.items():
         passed[cell] = passed.get(parent, 0) + (cell in doors)
@@ -326,7 +323,7 @@ def _hide_keys(
     return {rng.choice(place): colour for place, colour in zip(places, doors.values(), strict=True)}
 
 
-def _passage(maze: Maze, cell: Cell, to: Cell) -> str | None:
+def _door_between(maze: Maze, cell: Cell, to: Cell) -> str | None:
     """The colour of the door between two cells, "" if the way is free, `None` for a wall."""
     if maze.parents.get(to) == cell:
         return maze.doors.get(to, "")

@@ -96,10 +96,10 @@ class TextArena(TextEnv):
             self._opponent = opponent or partial(
                 _legal_move, self._env, shuffled=chosen.opponent == "random"
             )
-            self._agents = (
-                _names(self._players) if chosen.opponent == "agent" else {chosen.seat: ""}
-            )
-            text = self._until_a_turn()
+            self._agents = {chosen.seat: ""}
+            if chosen.opponent == "agent":
+                self._agents = {player: f"player_{player}" for player in range(self._players)}
+            text = self._play_opponents()
         if text is None:
             self._env = None
             raise EnvError(
@@ -126,7 +126,7 @@ class TextArena(TextEnv):
         with self._global_rng.install():
             actor = self._player
             done, _ = self._env.step(action)
-            text = None if done else self._until_a_turn()
+            text = None if done else self._play_opponents()
             if text is not None:
                 return text, 0.0, False, False, self._turn() or {"success": False}
             return self._end(actor)
@@ -140,10 +140,10 @@ class TextArena(TextEnv):
         agent = self._agents[self._player]
         return {"agent": agent} if agent else {}
 
-    def _until_a_turn(self) -> str | None:
+    def _play_opponents(self) -> str | None:
         """The observation of the next agent; `None` if no further turn comes."""
         for _ in range(MOST_REPLIES):
-            player, messages = _inner(self._env).get_observation()
+            player, messages = _unwrap(self._env).get_observation()
             text = _text(messages, player)
             if player in self._agents:
                 self._player = player
@@ -157,7 +157,7 @@ class TextArena(TextEnv):
 
     def _end(self, actor: int) -> StepResult:
         env, self._env = self._env, None
-        state = _inner(env).state
+        state = _unwrap(env).state
         observation = _text(state.observations.get(actor, []), actor)
         if not state.done:
             return (
@@ -168,7 +168,10 @@ class TextArena(TextEnv):
                 {"success": False},
             )
         rewards, about = env.close()
-        outcomes = {player: _outcome(player, rewards or {}, about or {}) for player in self._agents}
+        outcomes = {
+            player: _reward_and_reason(player, rewards or {}, about or {})
+            for player in self._agents
+        }
         success = {
             player: paid > 0 if self._players > 1 else paid >= 1
             for player, (paid, _) in outcomes.items()
@@ -193,11 +196,7 @@ class TextArena(TextEnv):
 Options = TextArena.Options
 
 
-def _names(players: int) -> dict[int, str]:
-    return {player: f"player_{player}" for player in range(players)}
-
-
-def _outcome(
+def _reward_and_reason(
     player: int, rewards: Mapping[int, Any], about: Mapping[int, Any]
 ) -> tuple[float, str]:
     """A player's reward, and the game's reason for it."""
@@ -207,7 +206,7 @@ def _outcome(
     return float(paid), str(reason or "")
 
 
-def _inner(env: Any) -> Any:
+def _unwrap(env: Any) -> Any:
     """The game without its wrappers, which repeat the whole history in each observation."""
     from textarena.core import Wrapper
 
@@ -248,7 +247,7 @@ def _make(name: str, options: Options, seed: int) -> tuple[Any, int]:
 
 
 def _text(messages: Any, player: int) -> str:
-    """The messages of others; the player knows its own."""
+    """The messages of the game and of other players, as text; a player knows its own."""
     if isinstance(messages, str):
         return messages
     lines = []
@@ -301,8 +300,9 @@ def _candidates(seen: str) -> Iterable[str]:
 
 
 def _accepts(env: Any, move: str) -> bool:
+    # Games do not say beforehand what is legal; they count an error, or mark the move, afterwards.
     trial = copy.deepcopy(env)
-    state = _inner(trial).state
+    state = _unwrap(trial).state
     player, errors = state.current_player_id, state.error_count
     try:
         trial.step(move)

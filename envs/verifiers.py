@@ -117,9 +117,9 @@ class Verifiers(TextEnv):
             EnvError: it ends without asking the model.
         """
         self._chosen = read_options(self.Options, options)
-        self._forget()
+        self._cancel_rollout()
         env = self._load(self._chosen.args)
-        self._rollout = CallbackEnv(partial(_play, env, self._row(env, seed)))
+        self._rollout = CallbackEnv(partial(_play, env, self._draw_row(env, seed)))
         asked = self._rollout.next()
         if not isinstance(asked, Asked):
             raise EnvError(
@@ -143,17 +143,17 @@ class Verifiers(TextEnv):
         if isinstance(asked, Asked):
             return "\n".join(text for _, text in asked.lines), 0.0, False, False, {}
         self._rollout = None
-        return self._over(asked)
+        return self._final_result(asked)
 
     def close(self) -> None:
         """End the rollout and tear down the environment."""
-        self._forget()
+        self._cancel_rollout()
         if self._loaded is not None:
             _, env = self._loaded
             self._loaded = None
             background.start(env._teardown()).result()
 
-    def _forget(self) -> None:
+    def _cancel_rollout(self) -> None:
         if self._rollout is not None:
             self._rollout.cancel()
             self._rollout = None
@@ -181,7 +181,7 @@ class Verifiers(TextEnv):
             self._loaded = (args, env)
         return self._loaded[1]
 
-    def _row(self, env: Any, seed: int) -> Mapping[str, Any]:
+    def _draw_row(self, env: Any, seed: int) -> Mapping[str, Any]:
         rows, held_out = env.build_dataset(), env.build_eval_dataset()
         test = seed % len(SPLITS) == SPLITS.index("held-out")
         if rows is None or (test and held_out is not None):
@@ -190,10 +190,11 @@ class Verifiers(TextEnv):
         row: Mapping[str, Any] = rows[self.rng.choice(numbers)]
         return row
 
-    def _over(self, output: Mapping[str, Any]) -> StepResult:
+    def _final_result(self, output: Mapping[str, Any]) -> StepResult:
         reward, why = float(output["reward"]), str(output.get("stop_condition"))
         truncated = why in _LIMITS
         replies: list[str] = []
+        # What the environment said after the model's last message.
         for message in reversed(output.get("completion") or []):
             if message["role"] == "assistant":
                 break
@@ -213,7 +214,7 @@ async def _play(env: Any, row: Mapping[str, Any], ask: Ask) -> Mapping[str, Any]
         EnvError: the environment, or its rubric, failed.
     """
     errors: list[str] = []
-    with _errors_logged("verifiers.rubrics", errors):
+    with _collect_errors("verifiers.rubrics", errors):
         output: Mapping[str, Any] = await env.run_rollout(
             unshared(row, "a row"), _client_class()(ask), "agentrl", {}
         )
@@ -225,8 +226,10 @@ async def _play(env: Any, row: Mapping[str, Any], ask: Ask) -> Mapping[str, Any]
 
 
 @contextmanager
-def _errors_logged(name: str, errors: list[str]) -> Iterator[None]:
-    """Collect the error messages of the logger `name` and those below it."""
+def _collect_errors(name: str, errors: list[str]) -> Iterator[None]:
+    """Collect the errors that the logger `name` and its children log in the block: verifiers logs
+    the failure of a reward function and goes on.
+    """
     handler = _Collector(errors)
     logger = logging.getLogger(name)
     logger.addHandler(handler)
@@ -247,7 +250,7 @@ class _Collector(logging.Handler):
 
 @cache
 def _client_class() -> type[Any]:
-    """The client class. Its base class exists only if verifiers is installed."""
+    """The client class, made on first use because its base class is verifiers'."""
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage, ToolCall
 

@@ -195,6 +195,7 @@ async def _endpoint(ask: Ask) -> AsyncIterator[tuple[str, list[Exception]]]:
                 [line(message) for message in body["messages"]], body.get("tools") or ()
             )
         except EnvError as error:
+            # The harness may swallow the refusal, so `_play` raises the cause afterwards.
             failures.append(error)
             return web.json_response(
                 {"error": {"message": str(error), "type": "invalid_request_error"}}, status=400
