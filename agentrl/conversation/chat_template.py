@@ -119,9 +119,9 @@ class ChatTemplate:
         writes there.
         """
         self._continuations = self._find_continuations()
-        if not self._continuations[
-            "user"
-        ].closing:  # the model has written the user's header already
+        if not self._continuations["user"].closing:
+            # The header of the user ends the answer, so the model has written it already, and no
+            # message of the system can follow.
             self._abilities = replace(self._abilities, late_systems=False)
 
     @property
@@ -152,7 +152,8 @@ class ChatTemplate:
                 f" {type(text).__name__}: {text}. Give another template, in a file that"
                 " model.chat_template names"
             ) from text
-        # Some templates leave it out if another answer follows.
+        # Some templates leave out the text beside calls if another answer follows. Then text and
+        # calls are written as two answers.
         if _beside_calls_not_in(text, messages):
             apart = self._try(
                 self.messages_of(messages, tools, apart=True), shown or None, add_generation_prompt
@@ -196,14 +197,14 @@ class ChatTemplate:
         name = new[0].get("name", "")
         text = self._try([*_base(kind, name, self._abilities), *new])
         opening = self._continuations[kind].opening.replace(_NAME_MARK, name)
-        # Some templates write today's date.
+        # Some templates write today's date, so the opening may have changed since it was found.
         if isinstance(text, str) and not text.startswith(opening):
             self._continuations = self._find_continuations()
             opening = self._continuations[kind].opening.replace(_NAME_MARK, name)
         if isinstance(text, str) and not text.startswith(opening):
             # What follows may change how the answer is rendered: many strip its reasoning when the
             # user speaks.
-            opening = self._continuation(kind, self._ends_of(kind), new).opening.replace(
+            opening = self._find_continuation(kind, self._ends_of(kind), new).opening.replace(
                 _NAME_MARK, name
             )
         if not isinstance(text, str) or not text.startswith(opening):
@@ -228,7 +229,7 @@ class ChatTemplate:
         if isinstance(second, Exception) or isinstance(later, Exception):
             return
         as_second, as_later = second.rpartition(_MARK)[2], later.rpartition(_MARK)[2]
-        # Some templates write the time.
+        # Some templates write the time: only a difference that repeats is one of the turn.
         if as_second != as_later and self._try([*base, new]) == second:
             raise ConfigError(
                 "the chat template writes a message by how many came before it: the second turn"
@@ -238,14 +239,14 @@ class ChatTemplate:
             )
 
     def _check_written(self, text: str, messages: Sequence[Message]) -> str:
-        """The text, in which all that others wrote is there.
+        """The text, checked to hold all that others wrote.
 
         A template may change a text: trim it, write it as JSON, take a switch such as `/no_think`
         out of it. If one is not found, the same messages with marks for their texts show whether
         the template has a place for them.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: the template leaves a message out.
         """
         lost = not_in(text, messages)
         if lost is not None:
@@ -357,14 +358,16 @@ class ChatTemplate:
         placed = place_messages(messages, self._abilities, begins=begins)
         return [image for message in placed for image in message.images]
 
-    # How it is found out what the template can do
+    # Probing: what the template can do is found by rendering short conversations with marks
 
     def _probe(self) -> Abilities:
         user = {"role": "user", "content": _MARK}
-        said, can = self._try([user]), self._takes(user)
+        said, can = self._try([user]), self._form_of_content(user)
         if can is None:
-            self._render = _with_list_of_tools(self._render)
-            can = self._takes(user)
+            # Some templates need a list of tools even where there are none.
+            render = self._render
+            self._render = lambda messages, tools, add: render(messages, tools or [], add)
+            can = self._form_of_content(user)
         if can is None:
             raise ConfigError(
                 "the chat template cannot render a user's message:"
@@ -394,16 +397,20 @@ class ChatTemplate:
         for form in (can, replace(can, json_arguments=True), replace(can, calls=False)):
             result = [*_base("tool", _NAME_MARK, form), _new("tool")]
             if self._shows(_MARK, result, form) and self._shows(_NEW_MARK, result, form):
-                return self._with_places(form)
-        return self._with_places(replace(can, calls=False, results=False))
+                return self._probe_places(form)
+        return self._probe_places(replace(can, calls=False, results=False))
 
-    def _with_places(self, can: Abilities) -> Abilities:
-        """With what it has a place for, by conversations that try it."""
+    def _probe_places(self, can: Abilities) -> Abilities:
+        """`can` with the places that the template has for sequences of messages.
+
+        Each probe is a conversation, a letter for each message (`_PROBES`): "USU" asks whether a
+        system message may stand between two of the user.
+        """
         results = can.calls and can.results
 
         def places(*conversations: str) -> bool:
             plain = (each for each in conversations if results or not set("CTX") & set(each))
-            return all(self._places(each, can) for each in plain)
+            return all(self._shows_in_order(each, can) for each in plain)
 
         return replace(
             can,
@@ -415,17 +422,17 @@ class ChatTemplate:
             users_after_results=places("UCTU", "UCTUAU"),
             text_beside_calls=places("UXT", "UXTXTUXU"),
             any_beginning=(
-                places("S", "SAU", "AU") and self._places("S", can, described=True)
+                places("S", "SAU", "AU") and self._shows_in_order("S", can, described=True)
                 if can.system
                 else places("AU")
             ),
         )
 
-    def _places(self, roles: str, can: Abilities, *, described: bool = False) -> bool:
-        """True if it shows all texts of a conversation, in order; of an answer with calls in any
-        order.
+    def _shows_in_order(self, roles: str, can: Abilities, *, described: bool = False) -> bool:
+        """True if the template shows all texts of a conversation in order; the text and the calls
+        of one answer may change places.
 
-        `described`: with a tool, though no one calls it.
+        `described`: a tool is described, though none is called.
         """
         spoken = [_PROBES[role](f"xq{place}Mark") for place, role in enumerate(roles)]
         tools = [dict(_PROBE_TOOL)] if can.tools and (described or set("CX") & set(roles)) else None
@@ -435,7 +442,7 @@ class ChatTemplate:
         found = [text.find(f"xq{place}Mark") for place in range(len(roles))]
         return min(found) >= 0 and (found == sorted(found) or "X" in roles)
 
-    def _takes(self, user: Json) -> Abilities | None:
+    def _form_of_content(self, user: Json) -> Abilities | None:
         return next(
             (
                 can
@@ -463,17 +470,17 @@ class ChatTemplate:
         return "tool" if first["role"] == "tool" else "user"
 
     def _find_continuations(self) -> dict[Kind, _Continuation]:
-        self._continuations = {"user": self._continuation("user", self.stops)}
+        self._continuations = {"user": self._find_continuation("user", self.stops)}
         if self._abilities.results:
-            self._continuations["tool"] = self._continuation("tool", self._ends_of("tool"))
+            self._continuations["tool"] = self._find_continuation("tool", self._ends_of("tool"))
         return self._continuations
 
     def _ends_of(self, kind: Kind) -> Sequence[str]:
-        """Texts that may end an answer. Where the next header ends it, it ends calls too."""
+        """Texts that may end an answer. A header that ends the user's turn ends calls too."""
         closing = self._continuations["user"].closing if kind == "tool" else ""
         return self.stops if kind == "user" else [closing, *self.stops] if closing else []
 
-    def _continuation(
+    def _find_continuation(
         self, kind: Kind, ends: Sequence[str], new: Sequence[Json] = ()
     ) -> _Continuation:
         """`ends`: texts that may end the answer's turn, the likeliest first; none if the next
@@ -491,6 +498,7 @@ class ChatTemplate:
                 f" {text if isinstance(text, Exception) else 'it leaves out one of them'}. Give"
                 " another template, in a file that model.chat_template names"
             )
+        # The answer's mark before the new message: a template may repeat it elsewhere.
         answered = text.rfind(_MARK, 0, text.find(_NEW_MARK)) + len(_MARK)
         between = text[answered : text.find(_NEW_MARK)]
         tail = (
@@ -499,7 +507,7 @@ class ChatTemplate:
             else ""
         )
         closing = (
-            self._closing(between, tail, ends, at_once=kind == "user")
+            self._find_closing(between, tail, ends, at_once=kind == "user")
             if ends or kind == "user"
             else ""
         )
@@ -517,12 +525,12 @@ class ChatTemplate:
             self._add_stop(header[0])
         return _Continuation(text[: answered + end], "")
 
-    def _closing(self, between: str, tail: str, ends: Sequence[str], *, at_once: bool) -> str:
-        """The token between answer and new message that ends the turn, as text: it is there if
-        nothing follows, too.
+    def _find_closing(self, between: str, tail: str, ends: Sequence[str], *, at_once: bool) -> str:
+        """The text of the token between answer and new message that ends the turn: it stands there
+        even if nothing follows.
 
-        `tail`: the text after the answer if nothing follows. `at_once`: it comes at once and not
-        after a call's end.
+        `tail`: the text after the answer if nothing follows. `at_once`: the token follows the
+        answer immediately; else the end of a call stands before it.
         """
         if not tail.strip():
             return ""
@@ -532,17 +540,13 @@ class ChatTemplate:
         if at_once:
             first = self._special.match(between.lstrip())
             return first[0] if first else ""
+        # The last one: the first tokens of the tail end the call.
         there = [special for special in self._special.findall(tail) if special in between]
         return there[-1] if there else next((end for end in ends if end in between), "")
 
     def _add_stop(self, text: str) -> None:
         if text not in self.stops:
             self.stops.append(text)
-
-
-def _with_list_of_tools(render: Render) -> Render:
-    """For templates that need a list of tools where there are none."""
-    return lambda messages, tools, add: render(messages, tools or [], add)
 
 
 def describe(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -611,8 +615,8 @@ def _in_parts(one: Json, can: Abilities, images: int = 0) -> Json:
 
 
 def not_in(text: str, messages: Sequence[Message]) -> int | None:
-    """The first message of another than the model whose content is not in the text, as it is or as
-    JSON; or None.
+    """The position of the first message whose content is missing in the text, as it is or as JSON;
+    None if none is. The model's own messages are not looked for.
     """
     for place, message in enumerate(messages):
         content = message.content.strip()

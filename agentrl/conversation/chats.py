@@ -1,9 +1,10 @@
 """Chats as data has them, read into messages: OpenAI's form, ShareGPT's, BFCL's, and what Arrow
 makes of them.
 
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Well?", "tool_calls":
-    null}] [{"from": "human", "value": "Well?"}, {"from": "gpt", "value": "Yes."}] [[{"role":
-    "user", "content": [{"type": "text", "text": "Well?"}]}]]
+    [{"role": "system", "content": "Be brief."},
+     {"role": "user", "content": "Well?", "tool_calls": null}]
+    [{"from": "human", "value": "Well?"}, {"from": "gpt", "value": "Yes."}]
+    [[{"role": "user", "content": [{"type": "text", "text": "Well?"}]}]]
 
 Keys that are null are as if left out: Arrow writes each key of any row into all. `developer` is a
 later name of `system`. Calls become what the renderer's messages have
@@ -39,9 +40,9 @@ _ROLES: Mapping[str, Role] = {
     "function_response": "tool",
     "observation": "tool",
 }
-_SAID = ("content", "value", "text", "parts")
+_TEXT_KEYS = ("content", "value", "text", "parts")
 """Keys under which a message has its text."""
-_TEXTS = ("text", "input_text", "output_text")
+_TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of parts that are text."""
 PICTURES = ("image", "image_url", "input_image")
 """Types of parts that are pictures."""
@@ -90,13 +91,13 @@ def read_chat(value: Sequence[Any], *, pictures: bool = False) -> tuple[Message,
             )
         value = value[0]
     return tuple(
-        _read(one, f"message {number}", pictures=pictures) for number, one in enumerate(value, 1)
+        _read_message(one, f"message {number}", pictures=pictures)
+        for number, one in enumerate(value, 1)
     )
 
 
 def question_of(chat: Sequence[Message]) -> tuple[Sequence[Message], str | None]:
-    """(what is asked, which ends with the last message of the user; what was answered, if anything
-    was).
+    """The question, up to the last message of the user, and the answer after it, if there is one.
 
     Raises:
         ValueError: the user says nothing, or something other than an answer follows.
@@ -106,7 +107,8 @@ def question_of(chat: Sequence[Message]) -> tuple[Sequence[Message], str | None]
     )
     if place is None:
         raise ValueError(
-            f"a chat has a message of the user, and this one is of {_roles(chat) or 'nobody'}"
+            "a chat has a message of the user, and this one is of"
+            f" {', '.join(message.role for message in chat) or 'nobody'}"
         )
     after = chat[place + 1 :]
     if any(message.role == "system" for message in after):
@@ -169,7 +171,7 @@ def opening(
     return [*before, Message("tool" if answered else "user", observation, images=images)]
 
 
-def _read(raw: Any, where: str, *, pictures: bool) -> Message:
+def _read_message(raw: Any, where: str, *, pictures: bool) -> Message:
     if not isinstance(raw, Mapping):
         raise ValueError(f"{where} is {raw!r:.80}, not an object with role and content")
     one = {key: value for key, value in raw.items() if value is not None}
@@ -182,7 +184,7 @@ def _read(raw: Any, where: str, *, pictures: bool) -> Message:
             else f"has no role, but {', '.join(one) or 'nothing'}"
         )
         raise ValueError(f"{where} {had}: write {', '.join(get_args(Role))} or developer")
-    said = next((one[key] for key in _SAID if key in one), None)
+    said = next((one[key] for key in _TEXT_KEYS if key in one), None)
     # ShareGPT writes a call as a message of its own, whose text is the call.
     calls = tuple(_calls(one, f"{where} ({named})", said if named == "function_call" else None))
     if said is None and not calls:
@@ -219,7 +221,7 @@ def _text(said: Any, where: str, *, pictures: bool) -> str:
             " and pictures"
         )
     texts = [part for part in said if not (pictures and _is_picture(part))]
-    return "".join(_part(part, where, pictures=pictures) for part in texts)
+    return "".join(_text_of_part(part, where, pictures=pictures) for part in texts)
 
 
 def _is_picture(part: Any) -> bool:
@@ -248,7 +250,7 @@ def _image(part: Mapping[str, Any], where: str) -> EncodedImage:
         raise ValueError(f"{where} has a picture that is not taken: {error}") from error
 
 
-def _part(part: Any, where: str, *, pictures: bool) -> str:
+def _text_of_part(part: Any, where: str, *, pictures: bool) -> str:
     if isinstance(part, str):
         return part
     kind = (
@@ -256,17 +258,17 @@ def _part(part: Any, where: str, *, pictures: bool) -> str:
         if isinstance(part, Mapping)
         else type(part).__name__
     )
-    if kind not in _TEXTS or not isinstance(part.get("text"), str):
+    if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
         taken = "texts and pictures" if pictures else "texts"
         raise ValueError(f"{where} has a part of type {kind!r}, and {taken} alone are read here")
     return str(part["text"])
 
 
 def _calls(one: Mapping[str, Any], where: str, written: Any) -> Iterator[ToolCall]:
-    """The calls of a message: in a list, or in an older form, or as its text in JSON."""
+    """The calls of a message: in a list, in the older `function_call`, or as its text in JSON."""
     listed = one.get("tool_calls") or [one[key] for key in ("function_call",) if key in one]
     for raw in [*listed, *([written] if written is not None else [])]:
-        yield _call(_json(raw, where) if isinstance(raw, str) else raw, where)
+        yield _call(_parse_json(raw, where) if isinstance(raw, str) else raw, where)
 
 
 def _call(raw: Any, where: str) -> ToolCall:
@@ -276,13 +278,15 @@ def _call(raw: Any, where: str) -> ToolCall:
             f"{where} has the call {raw!r:.80}: write an object with name and arguments"
         )
     given = function.get("arguments", function.get("parameters"))
-    arguments = _json(given, where) if isinstance(given, str) and given else given or {}
+    arguments = _parse_json(given, where) if isinstance(given, str) and given else given or {}
     if not isinstance(arguments, Mapping):
         raise ValueError(
             f"{where} has a call of {function['name']!r} whose arguments are no object:"
             f" {given!r:.80}"
         )
-    call = ToolCall(function["name"], _without_nulls(arguments), str(raw.get("id") or ""))
+    # Arrow fills in null for each argument that any call of the data has.
+    present = {name: value for name, value in arguments.items() if value is not None}
+    call = ToolCall(function["name"], present, str(raw.get("id") or ""))
     if not call.is_plain:
         raise ValueError(
             f"{where} has a call of {call.name!r} with an infinite number or too deep nesting"
@@ -290,16 +294,8 @@ def _call(raw: Any, where: str) -> ToolCall:
     return call
 
 
-def _json(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} has a call that is not JSON: {error}") from None
-
-
-def _without_nulls(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
-def _roles(chat: Sequence[Message]) -> str:
-    return ", ".join(message.role for message in chat)

@@ -116,7 +116,10 @@ class Scratchpad(ContextPolicy):
         if len(opening) == len(shown):
             return shown
         pads = [
-            pad for message in shown[len(opening) :] if message.is_answer for pad in _pads(message)
+            pad
+            for message in shown[len(opening) :]
+            if message.is_answer
+            for pad in _PAD.findall(message.content)
         ]
         return [*opening, Message("assistant", pads[-1] if pads else "<scratchpad></scratchpad>")]
 
@@ -167,10 +170,6 @@ def _opening(shown: Sequence[Message]) -> Sequence[Message]:
     """The messages before the first answer."""
     first = next((place for place, message in enumerate(shown) if message.is_answer), len(shown))
     return shown[:first]
-
-
-def _pads(message: Message) -> list[str]:
-    return _PAD.findall(message.content)
 
 
 def _named(value: Any) -> Any:

@@ -102,8 +102,8 @@ class ControlTokens:
     # Guarding what others wrote
 
     def guarded(self, text: str, own: Collection[str] = ()) -> str:
-        """The text with a guard in each control token but `own`, and in what could be completed to
-        one.
+        """The text with a guard in each control token but `own`, and in what the template could
+        complete to one.
         """
         if self._pattern.search(text):
             text = self._starts.sub(
@@ -119,13 +119,14 @@ class ControlTokens:
         elif self._normalizer is not None and self._pattern.search(
             self._normalizer.normalize_str(text)
         ):
-            # the twin takes no text for a control token, whatever it becomes
+            # Only the normalised text has a control token. Any guard makes `encode` use the twin,
+            # which takes no text for one, whatever it is normalised to.
             return f"{text[0]}{GUARD}{text[1:]}"
-        return self._guarded_edges(text)
+        return self._guard_edges(text)
 
-    def _guarded_edges(self, text: str) -> str:
-        """With a guard where a control token may begin at the end, or end at the beginning: the
-        template goes on.
+    def _guard_edges(self, text: str) -> str:
+        """The text with a guard where a control token may begin at its end, or end at its
+        beginning: the template's own text is put right beside it.
         """
         begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
         for size in self._reach:  # the shorter ones first, which move none of the places of others
@@ -140,7 +141,7 @@ class ControlTokens:
         as `</think>`.
         """
         answers = message.role == "assistant"
-        calls = tuple(self._guarded_call(call) for call in message.tool_calls)
+        calls = tuple(self._guard_call(call) for call in message.tool_calls)
         said = self.guarded(message.said, own if answers else ())
         return replace(
             message,
@@ -163,7 +164,7 @@ class ControlTokens:
             return [self.guarded_value(one) for one in value]
         return value
 
-    def _guarded_call(self, call: ToolCall) -> ToolCall:
+    def _guard_call(self, call: ToolCall) -> ToolCall:
         return ToolCall(
             self.guarded(call.name), self.guarded_value(call.arguments), self.guarded(call.id)
         )
@@ -173,12 +174,17 @@ class ControlTokens:
     def encode(self, text: str) -> list[int]:
         """The tokens of rendered text: control tokens where there is no guard, else text."""
         if self._core is None:
-            return self._in_pieces(text)
+            # There is no core to make a twin of, so the pieces between guards are tokenised.
+            found: list[int] = []
+            for piece in filter(None, text.split(GUARD)):
+                found += self._tokenizer.encode(piece, add_special_tokens=False)
+            return found
         twin, ids, names = self._twin
         named = self._pattern.sub(lambda found: names[found[0]], text)
         tokens = self._encode_named(named.replace(GUARD, ""))
-        reached = any(token in self._in_vocabulary for token in tokens)
-        if reached:  # the model's own vocabulary has that text, too
+        if any(token in self._in_vocabulary for token in tokens):
+            # Guarded text has become a control token after all, since the model's own vocabulary
+            # has it. A token in the guard's place keeps its pieces apart, and is then dropped.
             broken = twin.token_to_id(_BREAK)
             tokens = [
                 token
@@ -191,21 +197,10 @@ class ControlTokens:
         ids: list[int] = self._twin[0].encode_batch_fast([named], add_special_tokens=False)[0].ids
         return ids
 
-    def _in_pieces(self, text: str) -> list[int]:
-        """The tokens of the pieces between guards: for tokenizers without a core that a twin can be
-        made of.
-        """
-        pieces = filter(None, text.split(GUARD))
-        return [
-            token
-            for piece in pieces
-            for token in self._tokenizer.encode(piece, add_special_tokens=False)
-        ]
-
     @cached_property
     def _twin(self) -> tuple[Any, Mapping[int, int], Mapping[str, str]]:
-        """The core with control tokens of other names, which numbers of it are which tokens, and
-        the names.
+        """A tokenizer core whose control tokens have unguessable names; the model's token for each
+        of its added ones; and the name of each control token.
         """
         from tokenizers import AddedToken, Tokenizer
 
@@ -239,13 +234,9 @@ class ControlTokens:
             number for text, number in self._ids.items() if model.token_to_id(text) == number
         )
 
-    def careful(self, tokenizer: Any) -> "CarefulTokenizer":
-        """`tokenizer`, which takes for control tokens only what has no guard."""
-        return CarefulTokenizer(tokenizer, self)
-
 
 class CarefulTokenizer:
-    """A tokenizer for the rules of a family, which tokenise piece by piece."""
+    """A tokenizer for a family's rules, which takes for control tokens only what has no guard."""
 
     def __init__(self, tokenizer: Any, control: ControlTokens) -> None:
         self._tokenizer = tokenizer
@@ -278,7 +269,9 @@ def _pattern_of(texts: Collection[str]) -> str:
 
 
 def _branches(texts: Sequence[str]) -> str:
-    """These sorted texts as branches of a tree, because some tokenizers have a thousand."""
+    """A regular expression of sorted texts as a prefix tree, because some tokenizers have a
+    thousand: `ab`, `abc` and `ax` become `a(?:b(?:c)?|x)`.
+    """
     branches = []
     ends = "" in texts
     rests: dict[str, list[str]] = {}

@@ -15,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from agentrl.conversation.tool_calls import refuse_constant
+
 Tools = Sequence[Mapping[str, Any]]
 """Schemas of tools, in OpenAI's form."""
-_WORDS = {"True": True, "False": False, "None": None}
-"""Templates that write Python's words instead of JSON's."""
-_DEPTH = 16
+_PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
+"""Python's words for JSON's constants, which some templates write."""
+_MAX_DEPTH = 16
 """Most references and alternatives that are followed: a schema may refer to itself."""
 
 
@@ -32,11 +34,11 @@ class Declared(NamedTuple):
     @property
     def kinds(self) -> frozenset[str]:
         """The JSON types that are allowed; none if the schema does not say."""
-        return _kinds(self.schema, self.root, _DEPTH)
+        return _kinds(self.schema, self.root, _MAX_DEPTH)
 
     def inner(self, name: str) -> "Declared":
         """The declared type of an object's property, or of a parameter."""
-        for one in _alternatives(self.schema, self.root, _DEPTH):
+        for one in _alternatives(self.schema, self.root, _MAX_DEPTH):
             found = _mapping(one.get("properties")).get(name)
             found = one.get("additionalProperties") if found is None else found
             if isinstance(found, Mapping):
@@ -46,7 +48,7 @@ class Declared(NamedTuple):
     @property
     def items(self) -> "Declared":
         """The declared type of a list's items."""
-        found = (one.get("items") for one in _alternatives(self.schema, self.root, _DEPTH))
+        found = (one.get("items") for one in _alternatives(self.schema, self.root, _MAX_DEPTH))
         return Declared(next((one for one in found if isinstance(one, Mapping)), {}), self.root)
 
 
@@ -59,14 +61,16 @@ def declared(tools: Tools, name: str) -> Declared:
 
 
 def value_of(written: str, declares: Declared) -> Any:
-    """The value of what stands between tags."""
+    """The value of the text between tags, by the rules at the head of this module."""
     kinds = declares.kinds
     if not kinds:
         value = _decode_json(written, written)
-        return value if not isinstance(value, str) and written in _as_json(value) else written
+        # JSON that would be written back just so has lost nothing.
+        forms = (json.dumps(value), json.dumps(value, ensure_ascii=False))
+        return value if not isinstance(value, str) and written in forms else written
     if "string" not in kinds:
         text = written.strip()
-        return _WORDS[text] if text in _WORDS else _decode_json(text, written)
+        return _PYTHON_CONSTANTS[text] if text in _PYTHON_CONSTANTS else _decode_json(text, written)
     if "null" in kinds and written in ("null", "None"):
         return None
     if kinds & {"array", "object"}:
@@ -78,18 +82,10 @@ def value_of(written: str, declares: Declared) -> Any:
     return written
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _decode_json(text: str, otherwise: str) -> Any:
     with suppress(ValueError, RecursionError):
-        return json.loads(text, strict=False, parse_constant=_no_constant)
+        return json.loads(text, strict=False, parse_constant=refuse_constant)
     return otherwise
-
-
-def _as_json(value: Any) -> tuple[str, ...]:
-    return json.dumps(value), json.dumps(value, ensure_ascii=False)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -99,7 +95,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def _alternatives(
     schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
 ) -> Sequence[Mapping[str, Any]]:
-    """The schema itself and all that it is made of."""
+    """The schema itself, and all schemas that it refers to or combines."""
     if not depth:
         return ()
     parts = [
@@ -127,9 +123,9 @@ def _kinds(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> fr
     if (kind := schema.get("type")) is not None:
         said.append(frozenset([kind] if isinstance(kind, str) else kind))
     if isinstance(schema.get("enum"), list):
-        said.append(frozenset(map(_kind, schema["enum"])))
+        said.append(frozenset(map(_kind_of_value, schema["enum"])))
     if "const" in schema:
-        said.append(frozenset([_kind(schema["const"])]))
+        said.append(frozenset([_kind_of_value(schema["const"])]))
     if isinstance(schema.get("$ref"), str):
         said.append(_kinds(_resolve_reference(schema["$ref"], root), root, depth - 1))
     for key in ("anyOf", "oneOf"):
@@ -143,7 +139,7 @@ def _kinds(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> fr
     return frozenset.intersection(*said) if said else frozenset()
 
 
-def _kind(value: Any) -> str:
+def _kind_of_value(value: Any) -> str:
     kinds = {
         bool: "boolean",
         int: "integer",

@@ -87,6 +87,8 @@ class Eyes:
             return ()
         places = iter(np.flatnonzero(token_ids == self._id).tolist())
         found: list[PlacedImage] = []
+        # Other tokens may stand between the placeholders of one picture (ends of rows), so each
+        # picture takes as many placeholders as its size has, from the first to the last.
         for image in images:
             own = [*islice(places, self.placeholders(image))]
             found.append(PlacedImage(own[0], own[-1] + 1 - own[0], image))
@@ -153,7 +155,7 @@ class Eyes:
             ) from error
 
     def _count_of(self, height: int, width: int) -> int:
-        """The number of placeholders in that."""
+        """The number of placeholders in the text of a picture of this size."""
         return self._written(height, width).count(self.placeholder)
 
 

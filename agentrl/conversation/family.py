@@ -17,7 +17,7 @@ from typing import Any
 
 from agentrl.conversation.harmony import read_harmony
 from agentrl.conversation.library_formats import calls_in
-from agentrl.conversation.reading import Reading
+from agentrl.conversation.reading import Reading, is_call
 from agentrl.errors import ConfigError
 from agentrl.tokens.arrays import IntArray, ints
 from agentrl.trajectory import Message, ToolCall
@@ -65,8 +65,8 @@ result, reasoning.
 """
 _GPT_OSS = "gpt-oss"
 _MARKS = {_GPT_OSS: "<|channel|>"}
-"""A token that a model of the family has. These rules look for files in the network, which no other
-model waits for.
+"""A token that tells a model of the family. Its rules fetch files over the network, so they are not
+tried for any other model.
 """
 
 
@@ -167,15 +167,15 @@ def find_family(
     the tokenizer's.
     """
     wanted = [
-        _by_template(tokenizer, messages, tools, {**variables, **own})
+        _ids_by_template(tokenizer, messages, tools, {**variables, **own})
         for messages, tools in _PROBES
     ]
     if wanted[0] is None and wanted[1] is None:
         return None
     for name in names():
         rules = _rules(name, tokenizer, variables)
-        if rules is not None and _same(rules, wanted):
-            made = partial(_showing_all, name, variables)
+        if rules is not None and _renders_same(rules, wanted):
+            made = partial(_rules_with_reasoning, name, variables)
             return Family(name, tokenizer, made(tokenizer), made=made)
     return None
 
@@ -190,7 +190,7 @@ def family_named(name: str, tokenizer: Any, variables: Mapping[str, Any]) -> Fam
     try:
         if not _has_mark(name, tokenizer):
             raise ValueError(f"its tokenizer has no token {_MARKS[name]}")
-        made = partial(_showing_all, name, variables)
+        made = partial(_rules_with_reasoning, name, variables)
         return Family(
             name,
             tokenizer,
@@ -217,8 +217,8 @@ def names() -> Iterator[str]:
 def reading_family(
     tokenizer: Any, prompt: str, header: str, written: str, call: ToolCall
 ) -> Family | None:
-    """The family that reads this call where a template has written it after `prompt`, though it
-    writes otherwise.
+    """The family whose parser reads this call as a template has written it after `prompt`, though
+    its own prompts differ.
 
     `header`: the end of the prompt, where the answer begins.
     """
@@ -237,10 +237,7 @@ def reading_family(
         for own in headers if is_read_here or rules is not None else ():
             family = Family(name, tokenizer, rules, own)
             with suppress(Exception):  # the answer is of another form
-                found = family.read(before, answer, ())
-                if [(one.name, dict(one.arguments)) for one in found.calls] == [
-                    (call.name, call.arguments)
-                ]:
+                if is_call(family.read(before, answer, ()).calls, call):
                     return family
     return None
 
@@ -253,8 +250,8 @@ def _make_renderer(name: str, tokenizer: Any, variables: Mapping[str, Any], **mo
     return RENDERER_REGISTRY[name](tokenizer, config)
 
 
-def _showing_all(name: str, variables: Mapping[str, Any], tokenizer: Any) -> Any:
-    """The rules of a family, which show earlier reasoning if they can."""
+def _rules_with_reasoning(name: str, variables: Mapping[str, Any], tokenizer: Any) -> Any:
+    """The rules of a family, set to show earlier reasoning if they can."""
     return _rules(name, tokenizer, variables, thinking_retention="all") or _rules(
         name, tokenizer, variables
     )
@@ -292,7 +289,7 @@ def _missing(error: RuntimeError) -> str:
     )
 
 
-def _same(rules: Any, wanted: Sequence[list[int] | None]) -> bool:
+def _renders_same(rules: Any, wanted: Sequence[list[int] | None]) -> bool:
     for (messages, tools), ids in zip(_PROBES, wanted, strict=True):
         if ids is None:
             continue
@@ -304,17 +301,14 @@ def _same(rules: Any, wanted: Sequence[list[int] | None]) -> bool:
     return True
 
 
-def _by_template(
+def _ids_by_template(
     tokenizer: Any,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     variables: Mapping[str, Any],
 ) -> list[int] | None:
-    # Templates take arguments in one form or the other.
-    for form in (
-        messages,
-        list(map(_with_json_arguments, messages)),
-    ):
+    # Some templates take the arguments of calls as objects, others as JSON in a text.
+    for form in (messages, list(map(_with_json_arguments, messages))):
         with suppress(Exception):  # templates raise what they like
             text = tokenizer.apply_chat_template(
                 form, tools=tools, tokenize=False, add_generation_prompt=True, **variables

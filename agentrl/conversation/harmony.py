@@ -90,7 +90,7 @@ def _call(block: _Block, recipients: Sequence[str], number: int) -> ToolCall | U
 
 
 def _blocks(tokenizer: Any, answer_ids: Sequence[int]) -> Iterator[_Block]:
-    """The messages; text outside of them has no header."""
+    """The messages of an answer; text outside of messages is one without a header."""
     header, text, in_text = "", "", False
     for mark, part in _parts(tokenizer, answer_ids):
         if in_text and mark in ("<|channel|>", "<|message|>"):  # no header begins here
@@ -103,17 +103,17 @@ def _blocks(tokenizer: Any, answer_ids: Sequence[int]) -> Iterator[_Block]:
             if in_text:
                 yield _Block(header, text, mark if mark in _ENDS else "", False)
             elif header.strip():
-                yield _without_text(header, False)
+                yield _textless_block(header, False)
             header, in_text = part, False
     if in_text:
         yield _Block(header, text, "", True)
     elif header.strip():
-        yield _without_text(header, True)
+        yield _textless_block(header, True)
 
 
-def _without_text(header: str, last: bool) -> _Block:
-    """The kind of a header that no text follows: a message that was cut short, or a text outside of
-    messages.
+def _textless_block(header: str, last: bool) -> _Block:
+    """A header that no text follows: of a message that was cut short; or it is no header, but text
+    outside of messages.
     """
     begun = _RECIPIENT.search(header) or _CHANNEL.search(header)
     return _Block(header, "", "", last) if begun else _Block("", header, "", last)

@@ -59,7 +59,7 @@ def calls_in(found: Sequence[Any]) -> tuple[tuple[ToolCall, ...], tuple[Unread, 
     calls, malformed = [], []
     for number, one in enumerate(found):
         call = call_of(one.name, one.arguments, number, one.id) if one.name else None
-        # "Invalid JSON" with arguments are texts between tags.
+        # The library calls arguments that are texts between tags "invalid JSON"; they are fine.
         if call is not None and str(one.status) in ("ok", "unknown_tool", "invalid_json"):
             calls.append(call)
         else:

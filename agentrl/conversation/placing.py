@@ -51,8 +51,8 @@ def place_messages(messages: Sequence[Message], can: Places, *, begins: bool) ->
     """The messages as the template has a place for them. `begins`: else they follow an answer,
     which may be a call.
     """
-    found = _with_results(messages, can, called=not begins)
-    found = _with_systems(found, can, begins=begins)
+    found = _place_results(messages, can, called=not begins)
+    found = _place_systems(found, can, begins=begins)
     found = _join_messages(found, can)
     if begins and not can.any_beginning:
         systems = [*takewhile(lambda message: message.role == "system", found)]
@@ -67,8 +67,8 @@ def text_of_result(content: str) -> str:
     return f"<tool_response>\n{content}\n</tool_response>"
 
 
-def _with_results(messages: Sequence[Message], can: Places, *, called: bool) -> list[Message]:
-    """With results right after their calls, and as text where they have no place."""
+def _place_results(messages: Sequence[Message], can: Places, *, called: bool) -> list[Message]:
+    """Results right after their calls, and as text of the user where they have no place."""
     found: list[Message] = []
     waiting: list[Message] = []  # what stands between a call and its results
     for message in messages:
@@ -87,8 +87,8 @@ def _with_results(messages: Sequence[Message], can: Places, *, called: bool) -> 
     return found + waiting
 
 
-def _with_systems(messages: Sequence[Message], can: Places, *, begins: bool) -> list[Message]:
-    """With system messages where they have a place."""
+def _place_systems(messages: Sequence[Message], can: Places, *, begins: bool) -> list[Message]:
+    """System messages where they have a place, and folded into messages of the user elsewhere."""
     leading = [*takewhile(lambda message: message.role == "system", messages)] if begins else []
     rest = messages[len(leading) :]
     found = [*leading] if can.system else []
@@ -113,9 +113,7 @@ def _with_systems(messages: Sequence[Message], can: Places, *, begins: bool) -> 
 
 
 def _join_messages(messages: Sequence[Message], can: Places) -> list[Message]:
-    """With messages in a row as one, where they cannot be two, and with an answer as two, where it
-    cannot be one.
-    """
+    """Join messages in a row that cannot be two, and split answers that cannot be one."""
     apart = {
         ("user", "user"): can.repeated_users,
         ("tool", "user"): can.users_after_results,
@@ -127,7 +125,7 @@ def _join_messages(messages: Sequence[Message], can: Places) -> list[Message]:
             last = found.pop()
             both = [last, message]
             joined = replace(last, content=_lines(both), images=_images(both))
-            found.append(_one_answer(last, message) if message.role == "assistant" else joined)
+            found.append(_join_answers(last, message) if message.role == "assistant" else joined)
         elif (
             message.tool_calls
             and message.said
@@ -142,7 +140,7 @@ def _join_messages(messages: Sequence[Message], can: Places) -> list[Message]:
     return found
 
 
-def _one_answer(first: Message, second: Message) -> Message:
+def _join_answers(first: Message, second: Message) -> Message:
     calls = (*first.tool_calls, *second.tool_calls)
     said = "\n\n".join(filter(None, (first.said, second.said)))
     return replace(

@@ -33,10 +33,10 @@ MARKS = (
     Marks("◁think▷", "◁/think▷"),
     Marks("<|channel>thought\n", "<channel|>"),
 )
-"""Those known, for templates that no family of the library is recognised in."""
+"""The known marks, for templates in which no family of the library is recognised."""
 
 
-_NEAR = 160
+_QUOTED_CHARACTERS = 160
 """Most characters that are quoted of a text that cannot be read."""
 
 
@@ -50,7 +50,9 @@ class Unread(NamedTuple):
     def told(self) -> str:
         """The message to the model about it."""
         near = self.text.strip()
-        return f"{self.why}: {near if len(near) <= _NEAR else f'{near[:_NEAR]}...'!r}"
+        if len(near) > _QUOTED_CHARACTERS:
+            near = f"{near[:_QUOTED_CHARACTERS]}..."
+        return f"{self.why}: {near!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class Reading:
         ]
         if not self.literal and not self.malformed:
             return "\n".join(filter(None, (self.content, *written))) if written else self.content
+        # All calls have been taken out, so what looks like one in the rest must not be run.
         content = quoted(self.content)
         if is_quoted(self.content, len(self.content)) if written else holds_calls(self.content):
             written = [NO_CALLS, *written]
@@ -91,7 +94,7 @@ def refused_by_parser(found: Reading, error: BaseException) -> Reading:
     if found.cut or not found.content.strip():
         return found
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
-    why = f"the parser of calls refuses it ({said:.{_NEAR}})"
+    why = f"the parser of calls refuses it ({said:.{_QUOTED_CHARACTERS}})"
     return replace(found, malformed=(Unread(found.content, why),), literal=True)
 
 
@@ -140,8 +143,13 @@ def call_of(name: str, arguments: Any, number: int, given: str | None = None) ->
     return call if call.is_plain else None
 
 
+def is_call(found: Sequence[ToolCall], call: ToolCall) -> bool:
+    """True if this call alone was found, whatever its id."""
+    return [(one.name, dict(one.arguments)) for one in found] == [(call.name, call.arguments)]
+
+
 def as_declared(call: ToolCall, tools: Tools) -> ToolCall:
-    """A call whose arguments are texts where its tool declares nothing but texts.
+    """The call with text for each argument that its tool declares as text alone.
 
     In tags, nothing tells the text "12" from the number 12, and parsers that do not know the tools
     take it for one.

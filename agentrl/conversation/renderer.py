@@ -26,7 +26,13 @@ from typing import Any, Protocol
 from agentrl import plugins
 from agentrl.conversation.chat_template import ChatTemplate, not_in
 from agentrl.conversation.config import RendererConfig
-from agentrl.conversation.control_tokens import GUARD, ControlTokens, bare, extra_tokens
+from agentrl.conversation.control_tokens import (
+    GUARD,
+    CarefulTokenizer,
+    ControlTokens,
+    bare,
+    extra_tokens,
+)
 from agentrl.conversation.eyes import Eyes
 from agentrl.conversation.family import Family, family_named, find_family, names, reading_family
 from agentrl.conversation.placing import Places, place_messages
@@ -136,7 +142,7 @@ class TemplateRenderer:
             self._whole_tokenizer = tokenizer.whole
         self._variables = dict(self.config.chat_template_kwargs)
         if self.config.chat_template is not None:
-            self._variables["chat_template"] = _read(self.config.chat_template)
+            self._variables["chat_template"] = _read_template(self.config.chat_template)
         written = str(self._variables.get("chat_template", tokenizer.chat_template))
         self._control = control = ControlTokens(tokenizer, written)
         self._encode = lru_cache(maxsize=1024)(
@@ -157,7 +163,7 @@ class TemplateRenderer:
         self._family = family if self.config.tool_format == "auto" else None
         if self._family is None and self.config.history != "template":
             self._template.check_later_turns()
-        self._searched = False  # for what reads calls, everywhere
+        self._searched = False  # among vLLM's parsers too, whose import takes seconds
         self._marks = marks_in(written, known_marks())
         self._known_tools: (
             tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None
@@ -203,11 +209,11 @@ class TemplateRenderer:
                 " tokenizer.json and tokenizer_config.json of the model into it"
             ) from error
         has_core = tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces
-        family = _family_of(tokenizer, config)
+        family = _choose_family(tokenizer, config)
         return TemplateRenderer(
             _FastTokenizer(tokenizer) if has_core else tokenizer,
             config,
-            _stops_of(folder),
+            _read_stop_ids(folder),
             family,
             Eyes.of_model(folder, tokenizer),
         )
@@ -274,10 +280,10 @@ class TemplateRenderer:
             and not self._searched
         ):
             self._searched = True
-            self._search_reader()
+            self._search_slow_reader()
         return TemplateConversation(self, tools)
 
-    def _search_reader(self) -> None:
+    def _search_slow_reader(self) -> None:
         """Look among the parsers of vLLM for one that reads the calls which the template writes, or
         warn.
         """
@@ -349,8 +355,8 @@ class TemplateRenderer:
         *,
         begins: bool = True,
     ) -> IntArray | None:
-        """The tokens of messages by the rules of the family; None if it refuses them, or leaves one
-        of them out.
+        """The tokens of messages by the family's rules; None if these refuse the messages, or leave
+        one out.
         """
         assert self._family is not None
         if any(message.images for message in messages):
@@ -363,7 +369,8 @@ class TemplateRenderer:
                 place_messages(shown, self._family_places, begins=begins),
                 described,
             )
-            # It does not ask the tokenizer.
+            # A family that does not use the given tokenizer leaves the guards in its tokens, and
+            # needs none.
             if guarded and ids is not None and GUARD in self.decode(ids):
                 ids = rendered(
                     self._family,
@@ -373,10 +380,11 @@ class TemplateRenderer:
         except Exception:  # its rules raise what they like
             logger.debug("the rules of %s refuse messages", self._family.name, exc_info=True)
             return None
-        return ids if ids is not None and self._shows(ids, messages) else None
+        return ids if ids is not None and self._shows_all(ids, messages) else None
 
-    def _shows(self, ids: IntArray, messages: Sequence[Message]) -> bool:
-        """True if all that others wrote is in these tokens, as the tokenizer can say it."""
+    def _shows_all(self, ids: IntArray, messages: Sequence[Message]) -> bool:
+        """True if all that others wrote is in these tokens, as far as the vocabulary can say it."""
+
         text = self.decode(ids)
         if not_in(text, messages) is None:
             return True
@@ -411,7 +419,9 @@ class TemplateRenderer:
         """
         if self._eyes is None:
             _refuse_images(messages)
-        guarded = [self._control.guarded_message(message, self._own) for message in messages]
+        guarded = [
+            self._control.guarded_message(message, self._tokens_of_answers) for message in messages
+        ]
         return messages if guarded == list(messages) else guarded
 
     def _guarded_tools(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -428,15 +438,15 @@ class TemplateRenderer:
     def _careful_family(self) -> Family:
         """The family's rules, which take for control tokens only what has no guard."""
         assert self._family is not None
-        return self._family.of_tokenizer(self._control.careful(self._whole_tokenizer))
+        return self._family.of_tokenizer(CarefulTokenizer(self._whole_tokenizer, self._control))
 
     @cached_property
-    def _own(self) -> frozenset[str]:
+    def _tokens_of_answers(self) -> frozenset[str]:
         """The control tokens that an answer may have: those of its reasoning and calls, and none
         that frames turns.
 
-        They are what a family writes within an answer, and its tokens that are not marked as
-        special, without those that it writes around messages.
+        They are what a template writes within an answer, and tokens that are not marked as
+        special, without those that it writes around messages, and without stops.
         """
         find = self._control.found_in
         plain = {token.text for token in self._added.values() if not token.special}
@@ -454,20 +464,18 @@ class TemplateRenderer:
         """
         try:
             return self._read(prompt_ids, answer_ids, tools)
-        except (
-            Exception
-        ) as error:  # the parsers of others have not seen everything that a model can write
+        except Exception as error:  # other packages' parsers raise at some of what models write
             logger.debug("an answer could not be taken apart", exc_info=True)
             thought = without_reasoning(
                 self.answer_text(answer_ids), self._marks, self.decode(prompt_ids[-_TAIL:])
             )
             return (
                 refused_by_parser(thought, error)
-                if self._shows_call(thought.content, tools)
+                if self._may_hold_call(thought.content, tools)
                 else thought
             )
 
-    def _shows_call(self, text: str, tools: Sequence[Mapping[str, Any]]) -> bool:
+    def _may_hold_call(self, text: str, tools: Sequence[Mapping[str, Any]]) -> bool:
         """True if a text that no parser can read may hold a call: something that stands before a
         call's name, or the name of a tool.
         """
@@ -540,7 +548,8 @@ class TemplateRenderer:
         if not tools and not found.calls and not found.malformed:
             return Reading(said, found.reasoning)
         visible = thought.content
-        if thought.cut:  # a call ends the reasoning, too
+        if thought.cut:
+            # The end of the reasoning is missing, but a call ends it, too.
             start = self._syntax.start(text) if self._syntax is not None else text.find(_TAG)
             visible = text[start:] if start >= 0 else found.content
         if self._syntax is not None:
@@ -605,7 +614,7 @@ class TemplateRenderer:
         """The same for an answer that others wrote down: control tokens that frame turns are text
         in it.
         """
-        return self.answer_ids(self._control.guarded(text, self._own))
+        return self.answer_ids(self._control.guarded(text, self._tokens_of_answers))
 
     @cached_property
     def ids_by_text(self) -> Mapping[str, Sequence[int]]:
@@ -712,15 +721,11 @@ class TemplateConversation:
         same = seen == [placed.image for placed in self._seen_images]
         if not same or not text.startswith(self._seen_text):
             return text, self._renderer.encode(text), True
-        return text, self._without_stop(self._renderer.encode(text[len(self._seen_text) :])), False
-
-    def _without_stop(self, new_ids: IntArray) -> IntArray:
-        """New tokens without the end of turn that the template writes, if the model has sampled it
-        already.
-        """
+        new_ids = self._renderer.encode(text[len(self._seen_text) :])
+        # The template writes the end of turn too, which the model may have sampled already.
         last = self._seen_ids.last
         repeated = last in self._renderer.stop_token_ids and len(new_ids) and new_ids[0] == last
-        return new_ids[1:] if repeated else new_ids
+        return text, new_ids[1:] if repeated else new_ids, False
 
     def answer(self, completion: Completion) -> str:
         """Append the sampled tokens, and return what the environment gets: the answer, without
@@ -799,11 +804,12 @@ _TAIL = 64
 """Tokens before an answer that are searched for the beginning of its reasoning."""
 
 
-def _family_of(tokenizer: Any, config: RendererConfig) -> Family | None:
+def _choose_family(tokenizer: Any, config: RendererConfig) -> Family | None:
     """The family that the settings name, or that is recognised."""
     variables = dict(config.chat_template_kwargs)
     if config.renderer == "auto" and config.history == "extend" and config.tool_format == "auto":
-        own = {} if config.chat_template is None else {"chat_template": _read(config.chat_template)}
+        file = config.chat_template
+        own = {} if file is None else {"chat_template": _read_template(file)}
         return find_family(tokenizer, variables, own)
     return (
         None
@@ -812,14 +818,14 @@ def _family_of(tokenizer: Any, config: RendererConfig) -> Family | None:
     )
 
 
-def _read(file: Path) -> str:
+def _read_template(file: Path) -> str:
     try:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"model.chat_template: {file} cannot be read: {error}") from error
 
 
-def _stops_of(folder: Path) -> list[int]:
+def _read_stop_ids(folder: Path) -> list[int]:
     """All eos tokens that the model's generation_config.json names."""
     file = folder / "generation_config.json"
     if not file.exists():
@@ -830,10 +836,6 @@ def _stops_of(folder: Path) -> list[int]:
         raise ConfigError(
             f"{file} cannot be read ({error}): copy it again, or remove it"
         ) from error
-    return (
-        []
-        if named is None
-        else [named]
-        if isinstance(named, int)
-        else [int(token) for token in named]
-    )
+    if named is None:
+        return []
+    return [named] if isinstance(named, int) else [int(token) for token in named]

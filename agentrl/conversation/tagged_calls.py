@@ -41,14 +41,14 @@ _ONE, _TWO, _KEY, _OTHER_KEY, _NUMBER = (
     "xq_number",
 )
 _VALUE, _OTHER_VALUE = "xqValueOne", "xqValueTwo"
-_HARD = '  x"q\\ \n{"a":1}  '
+_HARD_TEXT = '  x"q\\ \n{"a":1}  '
 """Characters that only a syntax without quotes writes as they are."""
 _DECODER = json.JSONDecoder(strict=False)
 """Not strict: models write unescaped line breaks into strings."""
 _NAME = re.compile(r"[^\s<>\"']+")
 _SPECIAL = re.compile(r"<\|[^<>]*\|>")
 _PROBES = (
-    (ToolCall(_ONE, {_KEY: _HARD, _OTHER_KEY: "3.10"}),),
+    (ToolCall(_ONE, {_KEY: _HARD_TEXT, _OTHER_KEY: "3.10"}),),
     (ToolCall(_ONE, {_KEY: ""}), ToolCall(_TWO, {_KEY: "\n\n", _OTHER_KEY: "null", _NUMBER: 3})),
 )
 _PROBE_TYPES = {
@@ -90,12 +90,9 @@ class TaggedSyntax:
     def read(self, text: str, tools: Tools) -> Reading:
         """The calls in an answer's text, and what cannot be read of it."""
         calls, unread, content = list[ToolCall](), list[Unread](), list[str]()
-        # `empty`: how much had been read where the last section began.
-        at, opened, empty = (
-            0,
-            False,
-            -1,
-        )
+        at = 0
+        opened = False
+        empty = -1  # the number of findings when the last section began: no more, no call in it
         while (mark := self._marks.search(text, at)) is not None:
             content.append(self._header.sub("", text[at : mark.start()]))
             at = mark.start()
@@ -146,7 +143,7 @@ class TaggedSyntax:
             text, at, (self.first, *([] if self.as_json else [self.none])), "name"
         )
         if self.as_json:
-            return self._with_json(text, _match_pieces(self.first, text, at) or at, name, number)
+            return self._json_call(text, _match_pieces(self.first, text, at) or at, name, number)
         declares, arguments = declared(tools, name), dict[str, object]()
         end = _match_pieces(self.none, text, at)
         if end is None:
@@ -168,7 +165,7 @@ class TaggedSyntax:
             )
         return call, end
 
-    def _with_json(self, text: str, at: int, name: str, number: int) -> tuple[ToolCall, int]:
+    def _json_call(self, text: str, at: int, name: str, number: int) -> tuple[ToolCall, int]:
         """A call whose arguments begin at `at`, and where it ends."""
         try:
             arguments, at = _DECODER.raw_decode(text, _blank(text, at))
@@ -213,8 +210,8 @@ class TaggedSyntax:
         return written.removesuffix(self.trail), mark.start()
 
     def _end_of_stray(self, text: str, mark: re.Match[str]) -> int:
-        """The position after a tag that begins no call: the text after an opening one may be a part
-        of it.
+        """The position after a tag that begins no call. The text after an opening tag may be a part
+        of what was meant, so it is skipped too.
         """
         if mark[0].startswith("</"):
             return mark.end()
@@ -255,15 +252,15 @@ def learn_tagged_syntax(write: Write) -> TaggedSyntax | None:
     """The syntax in which calls are written; None if it is another than those in tags without
     quotes.
     """
-    for learn in (_learn_syntax, _learned_with_json):
+    for learn in (_learn_syntax, _learn_json_syntax):
         with suppress(Exception):  # templates raise what they like, and texts may lack the marks
             syntax = learn(write)
-            if all(_reads(syntax, write, calls) for calls in _PROBES):
+            if all(_reads_back(syntax, write, calls) for calls in _PROBES):
                 return syntax
     return None
 
 
-def _reads(syntax: TaggedSyntax, write: Write, calls: Sequence[ToolCall]) -> bool:
+def _reads_back(syntax: TaggedSyntax, write: Write, calls: Sequence[ToolCall]) -> bool:
     found = syntax.read(write(calls), _PROBE_TOOLS)
     return not found.malformed and [(one.name, one.arguments) for one in found.calls] == [
         (one.name, one.arguments) for one in calls
@@ -271,9 +268,18 @@ def _reads(syntax: TaggedSyntax, write: Write, calls: Sequence[ToolCall]) -> boo
 
 
 def _learn_syntax(write: Write) -> TaggedSyntax:
+    """Learn the tags from what is written around known names, keys and values.
+
+    `many` has two calls, whose joint is the end of the first and the beginning of the second. It
+    shares its first pieces with what follows a last call; those end a call, the rest of the joint
+    begins one, and the rest of what follows the last call ends the section:
+
+        last call:  VALUE </parameter> </function> </tool_call>
+        joint:      VALUE </parameter> </function> </tool_call> <tool_call> <function= TWO
+    """
     one = write([ToolCall(_ONE, {_KEY: _VALUE, _OTHER_KEY: _OTHER_VALUE})])
     many = write([ToolCall(_ONE, {_KEY: _VALUE}), ToolCall(_TWO, {_KEY: _OTHER_VALUE})])
-    before, first, middle, between, end = _cut(one, _ONE, _KEY, _VALUE, _OTHER_KEY)
+    before, first, middle, between, end = _split_at_marks(one, _ONE, _KEY, _VALUE, _OTHER_KEY)
     end = end[end.index(_OTHER_VALUE) + len(_OTHER_VALUE) :]
     joint = many[many.index(_VALUE) + len(_VALUE) : many.rindex(_TWO)]
     none = write([ToolCall(_ONE, {})])
@@ -302,11 +308,12 @@ def _learn_syntax(write: Write) -> TaggedSyntax:
         after=whole[shared:],
         lead=middle[len(middle.rstrip()) :],
         trail=between[: len(between) - len(between.lstrip())],
-        headers=tuple(_header(one[: one.rindex(begin[0])]) for one in headers),
+        headers=tuple(_header_pattern(one[: one.rindex(begin[0])]) for one in headers),
     )
 
 
-def _learned_with_json(write: Write) -> TaggedSyntax:
+def _learn_json_syntax(write: Write) -> TaggedSyntax:
+    """Likewise for syntaxes whose arguments are one JSON object."""
     one = write([ToolCall(_ONE, {_KEY: _VALUE})])
     many = write([ToolCall(_ONE, {_KEY: _VALUE}), ToolCall(_TWO, {_KEY: _VALUE})])
     name, opened = one.rindex(_ONE, 0, one.index(_KEY)), one.rindex("{", 0, one.index(_KEY))
@@ -332,12 +339,12 @@ def _learned_with_json(write: Write) -> TaggedSyntax:
     )
 
 
-def _header(text: str) -> str:
+def _header_pattern(text: str) -> str:
     """A regular expression of a header that names any tool."""
     return re.sub(f"{_ONE}|{_TWO}", r"[^\\s<]+", re.escape(text.strip()))
 
 
-def _cut(text: str, *marks: str) -> Iterator[str]:
+def _split_at_marks(text: str, *marks: str) -> Iterator[str]:
     """The texts before, between and after the marks."""
     at = text.rindex(marks[0], 0, text.index(marks[1]))  # a header may name the tool, too
     yield text[:at]
@@ -424,8 +431,8 @@ def _invoked(tag: str, space: str) -> Write:
 
 
 def standard() -> Iterator[tuple[TaggedSyntax, Write]]:
-    """Syntaxes of several families, for formats that are named though the model's template writes
-    another.
+    """Syntaxes of several families, for formats that are chosen by name though the model's template
+    writes another.
     """
     for write in (
         _functions("tool_call", "\n"),

@@ -45,7 +45,7 @@ _HARD = ToolCall(
 )
 """Arguments of which parsers lose something."""
 _TURNS = 4
-_THOUGHT = "Hm, 2 + 2."
+_PROBE_THOUGHT = "Hm, 2 + 2."
 _PLACES = {
     "system": "system messages",
     "systems": "several system messages at the beginning",
@@ -119,7 +119,7 @@ def _reasoning(renderer: TemplateRenderer) -> Finding:
     answer = asked.messages[-1]
     who = "the prompt" if _begins_reasoning(renderer, marks) else "the model"
     words = f"{marks.begin.strip()} ... {marks.end}, begun by {who}"
-    if (answer.content.strip(), answer.reasoning.strip()) == ("So it is.", _THOUGHT):
+    if (answer.content.strip(), answer.reasoning.strip()) == ("So it is.", _PROBE_THOUGHT):
         return Finding("reasoning", words)
     tail = renderer.decode(prompt.ids[-12:])
     return Finding(
@@ -142,7 +142,7 @@ def _thinking(renderer: TemplateRenderer, said: str) -> str:
     if marks is None:
         return said
     opening = "" if _begins_reasoning(renderer, marks) else marks.begin
-    return f"{opening}{_THOUGHT}{marks.end}\n\n{said}"
+    return f"{opening}{_PROBE_THOUGHT}{marks.end}\n\n{said}"
 
 
 def _calls(renderer: TemplateRenderer) -> Iterator[Finding]:
@@ -194,7 +194,7 @@ def _control(renderer: TemplateRenderer) -> Finding:
     forged = [
         text
         for text in texts
-        if _find_forged_controls(renderer, text) != _find_forged_controls(renderer, "w")
+        if _control_ids_with(renderer, text) != _control_ids_with(renderer, "w")
     ]
     if forged:
         return Finding(
@@ -203,7 +203,7 @@ def _control(renderer: TemplateRenderer) -> Finding:
     return Finding("control tokens", words)
 
 
-def _find_forged_controls(renderer: TemplateRenderer, text: str) -> list[int]:
+def _control_ids_with(renderer: TemplateRenderer, text: str) -> list[int]:
     messages = [Message("system", f"You play x{text}y."), Message("user", f"Go on: x{text}y")]
     control = {*renderer.control_tokens.values()}
     return [one for one in renderer.whole(messages, ()).tolist() if one in control]

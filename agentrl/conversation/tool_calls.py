@@ -37,7 +37,7 @@ def parse_tool_calls(text: str) -> ParsedReply:
     prose: list[str] = []
     calls: list[ToolCall] = []
     errors: list[str] = []
-    for piece in _split_at_tags(text) if _OPEN in text else _bare(text):
+    for piece in _split_at_tags(text) if _OPEN in text else _find_bare_calls(text):
         match piece:
             case ToolCall():
                 calls.append(piece)
@@ -55,7 +55,7 @@ def holds_calls(text: str) -> bool:
     marked as quoted.
     """
     return _OPEN.removesuffix(">") in text or not all(
-        isinstance(piece, str) for piece in _bare(text)
+        isinstance(piece, str) for piece in _find_bare_calls(text)
     )
 
 
@@ -77,11 +77,11 @@ _WHITESPACE = re.compile(r"\s*")
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
-_KEYS = frozenset((*_ARGUMENT_KEYS, "name", "id", "type"))
+_CALL_KEYS = frozenset((*_ARGUMENT_KEYS, "name", "id", "type"))
 
 _EXAMPLE = '{"name": "...", "arguments": {...}}'
 
-_LONGEST = 250
+_MAX_REASON_CHARACTERS = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,12 @@ class _Decoded:
     end: int
 
 
-def _no_constant(name: str) -> Any:
+def refuse_constant(name: str) -> Any:
+    """The `parse_constant` of a decoder that takes no NaN and no infinity, which JSON lacks.
+
+    Raises:
+        ValueError: always.
+    """
     raise ValueError(f"{name} is not JSON")
 
 
@@ -114,7 +119,7 @@ _NOT_PLAIN = (
 )
 
 # Not strict: models write unescaped line breaks into strings.
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(strict=False, parse_constant=refuse_constant)
 
 
 def _decode(text: str, start: int) -> _Decoded | _Malformed:
@@ -171,14 +176,14 @@ def _next_call(text: str, start: int) -> int:
     return found.end() if found else len(text)
 
 
-def _bare(text: str) -> Iterator[str | ToolCall | _Malformed]:
+def _find_bare_calls(text: str) -> Iterator[str | ToolCall | _Malformed]:
     at = 0
     while (start := _START_OF_JSON.search(text, at)) is not None:
         yield text[at : start.start()]
         found = _decode(text, start.start())
         if isinstance(found, _Malformed):
             at = max(found.resume, start.start() + 1)
-            # The text parsed so far contains no call of its own; prose may well contain braces.
+            # Prose may well contain braces: only what begins like a call is reported as a bad one.
             yield found if _START_OF_CALL.match(text, start.start()) else text[start.start() : at]
         else:
             at = found.end
@@ -198,22 +203,21 @@ def _is_call(value: Any) -> bool:
 
 
 def _calls_in(value: Any) -> Iterator[ToolCall | _Malformed]:
-    if isinstance(value, list):
-        for item in value:
-            yield _call(item)
-    else:
-        yield _call(value)
+    for item in value if isinstance(value, list) else [value]:
+        yield _call(item)
 
 
 def _call(value: Any) -> ToolCall | _Malformed:
     if isinstance(value, dict) and isinstance(value.get("unreadable"), str):
-        return _Malformed(f"the tool call cannot be read: {value['unreadable'][:_LONGEST]}")
+        return _Malformed(
+            f"the tool call cannot be read: {value['unreadable'][:_MAX_REASON_CHARACTERS]}"
+        )
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return _Malformed(
             f'a tool call is a JSON object with a "name" that is a text. Write {_EXAMPLE}'
         )
     given = [key for key in _ARGUMENT_KEYS if value.get(key) is not None]
-    others = sorted(value.keys() - _KEYS) or given[1:]
+    others = sorted(value.keys() - _CALL_KEYS) or given[1:]
     if others:
         return _Malformed(
             f"the tool call has the key {others[0][:64]!r}, which no call has. Write {_EXAMPLE}"

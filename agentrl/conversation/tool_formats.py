@@ -32,6 +32,7 @@ from agentrl.conversation.reading import (
     Unread,
     Write,
     call_of,
+    is_call,
     refused_by_parser,
 )
 from agentrl.conversation.tagged_calls import TaggedSyntax, learn_tagged_syntax, standard
@@ -72,7 +73,7 @@ def syntax_read_by(
     """
     for syntax, writes in (*([] if own is None else [(own, write)]), *standard()):
         with suppress(Exception):  # its tokens are missing, or the text is of another form
-            if _same(read(writes([PROBE_CALL])), PROBE_CALL):
+            if is_call(read(writes([PROBE_CALL])), PROBE_CALL):
                 return syntax
     return None
 
@@ -96,13 +97,13 @@ def call_reader(
     if wanted != "auto":
         read = named_reader(tokenizer, wanted)
         syntax = syntax_read_by(lambda text: read(text, _PROBE_TOOLS).calls, own, template.calls)
-        return _check_reader(read, template) if syntax is None else syntax.read
+        return _compare_with_template(read, template) if syntax is None else syntax.read
     if own is not None:
         return own.read
     if getattr(tokenizer, "response_schema", None):
-        return _check_reader(of_schema(tokenizer.parse_response), template)
+        return _compare_with_template(of_schema(tokenizer.parse_response), template)
     found = registered_reader(tokenizer, template)
-    return None if found is None else _check_reader(found, template)
+    return None if found is None else _compare_with_template(found, template)
 
 
 def slow_call_reader(tokenizer: Any, template: ChatTemplate) -> ReadCalls | None:
@@ -111,20 +112,21 @@ def slow_call_reader(tokenizer: Any, template: ChatTemplate) -> ReadCalls | None
     """
     written = _without_stops(template.call(PROBE_CALL)[1], template)
     for reader in vllm_readers(tokenizer):
-        read = _check_reader(reader, template)
+        read = _compare_with_template(reader, template)
         with suppress(Exception):  # the text is of another form
-            if _same(read(written, _PROBE_TOOLS).calls, PROBE_CALL):
+            if is_call(read(written, _PROBE_TOOLS).calls, PROBE_CALL):
                 return read
     return None
 
 
-def _check_reader(read: ReadCalls, template: ChatTemplate) -> ReadCalls:
+def _compare_with_template(read: ReadCalls, template: ChatTemplate) -> ReadCalls:
+    """`read`, whose readings are held against what the template would write."""
     return lambda text, tools: accounted(read(text, tools), text, template)
 
 
 def accounted(found: Reading, text: str, template: ChatTemplate) -> Reading:
-    """The reading of a text by a parser of others, if the template would write it so; else that it
-    cannot be read.
+    """The reading of a text by another package's parser, if the template would write it so; else a
+    reading that says why not.
 
     Such parsers leave out what they do not expect, and read half of a call. So words, numbers and
     brackets of the text must be those of the answer and of its calls as the template writes them,
@@ -144,14 +146,16 @@ def accounted(found: Reading, text: str, template: ChatTemplate) -> Reading:
         return replace(found, content=text, literal=True)
     if not found.calls and at >= 0:
         why = "it is no call as this model's chat template writes them"
-    elif not (found.calls or found.reasoning) and (odd := _tokens(text) - _tokens(found.content)):
+    elif not (found.calls or found.reasoning) and (
+        odd := _count_tokens(text) - _count_tokens(found.content)
+    ):
         why = f"{next(iter(odd))!r} stands where no call has it"
     elif found.calls and at >= 0 and is_quoted(text, at):
         why = "it is quoted, in backticks, and quoted calls are not run"
     elif found.calls and (written := template.calls(found.calls)):
-        there, read = _tokens(text), _tokens(f"{found.content}\n{written}")
+        there, read = _count_tokens(text), _count_tokens(f"{found.content}\n{written}")
         # The template may number calls, and a model's own ids are others: one odd token a call.
-        ids = len(found.calls) if _ANY_ID.search(probe) else 0
+        ids = len(found.calls) if _CALL_ID.search(probe) else 0
         if (there - read).total() > ids or (read - there).total() > ids:
             odd = there - read or read - there
             why = f"{next(iter(odd))!r} is missing, or stands where no call has it"
@@ -162,12 +166,12 @@ def accounted(found: Reading, text: str, template: ChatTemplate) -> Reading:
     return replace(found, literal=True)
 
 
-_ANY_ID = re.compile(r"call\d{5}")
+_CALL_ID = re.compile(r"call\d{5}")
 _TOKEN = re.compile(r"[^\W\d]\w*|\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|[{}\[\]()<>\"]")
 _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
-def _tokens(text: str) -> Counter[str]:
+def _count_tokens(text: str) -> Counter[str]:
     """Words, numbers and brackets, in whatever way JSON or Python writes them."""
     plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text.replace("'", '"'))
     words = (word.casefold() for word in _TOKEN.findall(plain))
@@ -175,10 +179,6 @@ def _tokens(text: str) -> Counter[str]:
         repr(float(word)) if word[0].isdecimal() else {"none": "null"}.get(word, word)
         for word in words
     )
-
-
-def _same(found: Sequence[ToolCall], call: ToolCall) -> bool:
-    return [(one.name, dict(one.arguments)) for one in found] == [(call.name, call.arguments)]
 
 
 def canonical(text: str, tools: Tools) -> Reading:
@@ -202,9 +202,7 @@ def read_tags(text: str) -> Reading:
 def reads_canonically(text: str, call: ToolCall) -> bool:
     """True if a text holds this call alone, in a form that the environment reads itself."""
     found = parse_tool_calls(text)
-    return not found.errors and [(one.name, dict(one.arguments)) for one in found.calls] == [
-        (call.name, call.arguments)
-    ]
+    return not found.errors and is_call(found.calls, call)
 
 
 def named_reader(tokenizer: Any, name: str) -> ReadCalls:
@@ -250,7 +248,7 @@ def registered_reader(tokenizer: Any, template: ChatTemplate) -> ReadCalls | Non
         text = written if factory in BUILT_IN else _without_stops(written, template)
         with suppress(Exception):  # its tokens are missing, or the text is of another form
             reader: ToolFormat = factory(tokenizer)
-            if _same(reader.read(text, _PROBE_TOOLS).calls, PROBE_CALL):
+            if is_call(reader.read(text, _PROBE_TOOLS).calls, PROBE_CALL):
                 return _guard_reader(reader)
     return None
 
@@ -283,7 +281,8 @@ def of_schema(parse: Callable[[str], Mapping[str, Any]]) -> ReadCalls:
             return refused_by_parser(Reading(text), error)
         calls: list[ToolCall] = []
         malformed: list[Unread] = []
-        for number, one in enumerate(_sequence(found.get("tool_calls"))):
+        listed = found.get("tool_calls")
+        for number, one in enumerate(listed if isinstance(listed, list | tuple) else ()):
             function = one.get("function", one)
             call = call_of(
                 str(function.get("name", "")), function.get("arguments"), number, one.get("id")
@@ -300,7 +299,3 @@ def of_schema(parse: Callable[[str], Mapping[str, Any]]) -> ReadCalls:
         )
 
     return read
-
-
-def _sequence(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else ()

@@ -71,7 +71,7 @@ class ToolSpec:
         except ValidationError as error:
             problems = error.errors(include_url=False, include_context=False)
             found = located(self.arguments, problems, arguments)
-            raise ToolError(f"{self.name}: {_what_is_wrong(found)}. {self._takes()}") from error
+            raise ToolError(f"{self.name}: {_describe_faults(found)}. {self._takes()}") from error
         except (RecursionError, TypeError, ValueError) as error:
             raise ToolError(
                 f"{self.name}: the arguments are not plain JSON ({error}). {self._takes()}"
@@ -294,7 +294,7 @@ def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
     return "\n".join(description).strip(), arguments
 
 
-def _what_is_wrong(found: Sequence[Located]) -> str:
+def _describe_faults(found: Sequence[Located]) -> str:
     """Up to five of pydantic's findings, in one line."""
     findings = []
     for one in found[:5]:

@@ -42,7 +42,7 @@ def vllm_reader(tokenizer: Any, name: str) -> ReadCalls:
 
     def read(text: str, tools: Tools) -> Reading:
         request = ChatCompletionRequest(messages=[], model="", tools=[dict(tool) for tool in tools])
-        with _silence() as swallowed:
+        with _swallowed_errors() as swallowed:
             found = kind(tokenizer, request.tools).extract_tool_calls(text, request)
         if swallowed and not found.tools_called:
             return refused_by_parser(Reading(text), swallowed[0])
@@ -71,9 +71,9 @@ def vllm_readers(tokenizer: Any) -> Iterator[ReadCalls]:
 
 
 @contextmanager
-def _silence() -> Iterator[list[BaseException]]:
-    """The parsers log the errors that they swallow, with tracebacks. In the block these are
-    gathered instead.
+def _swallowed_errors() -> Iterator[list[BaseException]]:
+    """Collect the errors that the parsers swallow in the block. They would log each with its
+    traceback.
     """
     swallowed: list[BaseException] = []
 

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
+from agentrl.conversation.tool_calls import refuse_constant
 from agentrl.errors import ConfigError
 from agentrl.package.distribution import install_command
 from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
@@ -62,7 +63,7 @@ class JsonSchema(AnswerRule):
         try:
             value = json.loads(
                 _block(answer),
-                parse_constant=_no_constant,
+                parse_constant=refuse_constant,
                 parse_float=_finite,
                 object_pairs_hook=_without_repeats,
             )
@@ -75,10 +76,6 @@ def _block(answer: str) -> str:
     """The content of the last ```json block, or the whole text."""
     _, opened, rest = answer.rpartition("```json")
     return rest.partition("```")[0] if opened else answer
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _finite(text: str) -> float:

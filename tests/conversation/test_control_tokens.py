@@ -124,7 +124,9 @@ def test_an_answer_keeps_the_control_tokens_of_its_own_but_none_that_frames_turn
         )
         if number in frames and text not in ("<think>", "</think>"):
             assert found == expected, text
-    assert not one._own & {one.decode(ints([number])) for number in one.stop_token_ids}
+    assert not one._tokens_of_answers & {
+        one.decode(ints([number])) for number in one.stop_token_ids
+    }
 
 
 def test_a_conversation_of_data_keeps_reasoning_and_calls_as_tokens_and_forges_no_turn() -> None:

@@ -21,6 +21,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.conversation.tool_calls import refuse_constant
 from agentrl.conversation.tools import ToolError
 from agentrl.hosting.observations import IMAGES
 from agentrl.remote.openenv.protocol import TOOL_ACTIONS
@@ -175,11 +176,7 @@ def _json_in(message: str) -> Any:
     """The message parsed as JSON, or else the JSON object inside it; None if there is neither."""
     for part in (message, message[message.find("{") : message.rfind("}") + 1]):
         try:
-            return json.loads(part, parse_constant=_no_constant)
+            return json.loads(part, parse_constant=refuse_constant)
         except (ValueError, RecursionError):
             continue
     return None
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
