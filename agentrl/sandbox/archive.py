@@ -39,12 +39,15 @@ def checked_archive(archive: bytes) -> bytes:
 
 def _copy(read: tarfile.TarFile, new: tarfile.TarFile) -> None:
     members = read.getmembers()
-    links = {_inside(member.name) for member in members if member.issym()}
+    links = {_checked_path(member.name) for member in members if member.issym()}
     total = 0
     for member in members:
-        path = _inside(member.name)
-        if any(above in links for above in _above(path)):
+        path = _checked_path(member.name)
+        parts = path.split("/")
+        folders_above = {"/".join(parts[:depth]) for depth in range(1, len(parts))}
+        if folders_above & links:
             raise ValueError(f"the archive has a file below a link: {member.name!r:.200}")
+        # A new entry: owners, special bits and whatever else a tar may hold are not copied.
         entry = tarfile.TarInfo(path)
         entry.mtime = max(0, int(member.mtime))
         entry.mode = member.mode & 0o777
@@ -58,7 +61,7 @@ def _copy(read: tarfile.TarFile, new: tarfile.TarFile) -> None:
                 entry.type, entry.linkname = tarfile.SYMTYPE, member.linkname
                 new.addfile(entry)
         elif member.isfile() or member.islnk():
-            content = read.extractfile(member)
+            content = read.extractfile(member)  # of a hard link: that of the file it names
             if content is None or path in links:
                 continue
             data = content.read(LARGEST_ARCHIVE + 1 - total)
@@ -87,20 +90,11 @@ def _is_harmless(path: str, target: str, links: Set[str]) -> bool:
     return True
 
 
-def _inside(name: str) -> str:
+def _checked_path(name: str) -> str:
     path = posixpath.normpath(name)
-    if not _is_inside(path) or ".." in name.split("/"):
+    if path.startswith("/") or ".." in name.split("/"):
         raise ValueError(f"the archive has a path outside of its folder: {name!r:.200}")
     return path
-
-
-def _is_inside(path: str) -> bool:
-    return not (path.startswith(("/", "../")) or path == "..")
-
-
-def _above(path: str) -> list[str]:
-    parts = path.split("/")
-    return ["/".join(parts[:at]) for at in range(1, len(parts))]
 
 
 def archive_of(files: Mapping[str, bytes | str]) -> bytes:
@@ -140,11 +134,13 @@ def archive_of_folder(folder: Path) -> bytes:
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w") as new:
         for path in sorted(folder.rglob("*")):
-            new.add(path, arcname=str(path.relative_to(folder)), recursive=False, filter=_nobodys)
+            new.add(
+                path, arcname=str(path.relative_to(folder)), recursive=False, filter=_owned_by_root
+            )
     return written.getvalue()
 
 
-def _nobodys(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+def _owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     return entry

@@ -148,21 +148,19 @@ def _is_elf(path: Path) -> bool:
 
 
 def _standard_library() -> Iterator[Path]:
-    for key in ("stdlib", "platstdlib"):
-        root = Path(sysconfig.get_path(key, vars=_base_variables()))
-        for path in root.rglob("*"):
-            inside = f"{path.relative_to(root)}"
-            if path.is_file() and not _NOT_NEEDED.search(inside):
-                yield path
-
-
-def _base_variables() -> dict[str, str]:
-    return {
+    # Without these, sysconfig may name folders of a virtual environment.
+    base = {
         "installed_base": sys.base_prefix,
         "base": sys.base_prefix,
         "installed_platbase": sys.base_exec_prefix,
         "platbase": sys.base_exec_prefix,
     }
+    for key in ("stdlib", "platstdlib"):
+        root = Path(sysconfig.get_path(key, vars=base))
+        for path in root.rglob("*"):
+            inside = f"{path.relative_to(root)}"
+            if path.is_file() and not _NOT_NEEDED.search(inside):
+                yield path
 
 
 def _libraries(paths: list[str]) -> dict[str, Path]:

@@ -1,7 +1,7 @@
-"""What sandboxes have in common in which a shell runs: files are read and written by commands.
+"""The base of sandboxes that run a shell: their files are read and written by commands.
 
-So a path means what it means to the commands, links included, and nothing of this machine is ever
-opened by a path that a sandbox has made up.
+So a path means what it means to the commands, links included, and no path that a sandbox has made
+up is ever opened on this machine.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from agentrl.sandbox.cut_output import KeptOutput
 
 FILE_SECONDS = 60.0
 """Seconds in which a small file must be read or written."""
-_SLOWEST = 4 << 20
-"""Bytes a second of large ones."""
+_SLOWEST_BYTES_PER_SECOND = 4 << 20
+"""Bytes a second at which a large file is read or written at least."""
 _NO_FILE, _NO_REGULAR_FILE = 41, 42
 _READ = f'[ -e "$1" ] || exit {_NO_FILE}; [ -f "$1" ] || exit {_NO_REGULAR_FILE}; head -c "$2" "$1"'
 _WRITE = 'mkdir -p "$(dirname "$1")" && cat > "$1"'
@@ -45,7 +45,7 @@ class Output:
 
 
 class CommandSandbox(ABC):
-    """A `Sandbox` made of one method that executes, one that keeps, and one that ends."""
+    """A `Sandbox` whose subclass implements `_execute`, `snapshot` and `close`."""
 
     folder: str
     listener: socket.socket | None = None
@@ -92,6 +92,7 @@ class CommandSandbox(ABC):
         return await self._content(_PACK, folder, most)
 
     async def _content(self, script: str, path: str, most: int) -> bytes:
+        # One byte more than allowed, to tell a file that is too large from one that just fits.
         output = await self._script(script, [self._path(path), str(most + 1)], output=most + 1)
         if output.exit == _NO_FILE:
             raise FileNotFoundError(f"{path!r} does not exist")
@@ -111,7 +112,7 @@ class CommandSandbox(ABC):
             Command(
                 ["/bin/sh", "-c", script, "sh", *arguments],
                 stdin=stdin,
-                deadline=FILE_SECONDS + (len(stdin) + output) / _SLOWEST,
+                deadline=FILE_SECONDS + (len(stdin) + output) / _SLOWEST_BYTES_PER_SECOND,
                 output=output,
                 folder=self.folder,
             )

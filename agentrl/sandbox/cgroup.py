@@ -63,7 +63,7 @@ def make(name: str) -> tuple[str, ...]:
             for base in bases:
                 os.mkdir(os.path.join(base, name))
                 made.append(os.path.join(base, name))
-            with ControlGroup(made):
+            with ControlGroup(made):  # tries to open all of its files
                 return tuple(made)
         except OSError:
             remove(made)
@@ -151,17 +151,16 @@ class ControlGroup:
         """
         if not self:
             return ""
-        if (
-            self._value(*self._files.cpu) - self._cpu_before
-        ) * self._files.cpu_unit >= self._order.cpu:
+        cpu = self._value(*self._files.cpu) - self._cpu_before
+        if cpu * self._files.cpu_unit >= self._order.cpu:
             return "cpu"
         if self._value(*self._files.killed) > self._killed_before:
             return "memory"
+        # Pages of files do not count: those of the folder, which is in memory, are limited as disk.
         used = self._value(self._files.memory, "")
-        if (
-            used > self._order.memory
-            and used - self._value(*self._files.file_pages) > self._order.memory
-        ):
+        if used > self._order.memory:
+            used -= self._value(*self._files.file_pages)
+        if used > self._order.memory:
             return "memory"
         return ""
 
@@ -189,7 +188,7 @@ def _remove(path: str, parent: int | None = None) -> None:
         except OSError as error:
             if error.errno != errno.EBUSY or time.monotonic() > until:
                 return
-        select.poll().poll(1)  # ms; its processes were killed, and are about to end
+        select.poll().poll(1)  # waits 1 ms; its processes were killed, and are about to end
 
 
 def _bases() -> Iterator[tuple[str, ...]]:
@@ -199,20 +198,20 @@ def _bases() -> Iterator[tuple[str, ...]]:
     except OSError:
         return
     unified = [
-        _within(mount, root, mine.get("", "/"))
+        _folder_in_mount(mount, root, mine.get("", "/"))
         for mount, root, kind, _ in mounts
         if kind == "cgroup2"
     ]
     for own in filter(None, unified):
         for base in (own, os.path.dirname(own)):
-            if _has_memory(base):
+            if _can_limit_memory(base):
                 yield (base,)
     # Version 1 of control groups has a hierarchy for each controller.
     folders = {}
     for mount, root, kind, options in mounts:
         if kind == "cgroup":
             for controller in {"memory", "cpuacct"} & options & mine.keys():
-                folders[controller] = _within(mount, root, mine[controller])
+                folders[controller] = _folder_in_mount(mount, root, mine[controller])
     if (memory := folders.get("memory")) and (cpu := folders.get("cpuacct")):
         yield memory, cpu
 
@@ -238,14 +237,14 @@ def _own_groups() -> Iterator[tuple[str, str]]:
                 yield controller, path
 
 
-def _within(mount: str, root: str, path: str) -> str | None:
+def _folder_in_mount(mount: str, root: str, path: str) -> str | None:
     """The folder of a group, if this mount shows it."""
     inside = os.path.relpath(path, root)
     folder = mount if inside == "." else os.path.join(mount, inside)
     return None if inside.startswith("..") or not os.path.isdir(folder) else folder
 
 
-def _has_memory(folder: str) -> bool:
+def _can_limit_memory(folder: str) -> bool:
     """True if groups in this folder can limit memory, after switching that on where needed."""
     control = os.path.join(folder, "cgroup.subtree_control")
     with suppress(OSError):

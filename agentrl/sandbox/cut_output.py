@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KeptOutput:
-    """What is left of an output."""
+    """An output without what was cut out of it."""
 
     content: bytes
     """What was kept."""
@@ -18,7 +18,7 @@ class KeptOutput:
     """Bytes that were cut out after them."""
 
     def text(self) -> str:
-        """It as text, with a notice where something was cut out."""
+        """The output as text, with a notice where something was cut out."""
         if not self.cut:
             return self.content.decode(errors="replace")
         head, tail = (
@@ -43,7 +43,8 @@ class CutOutput:
         self._head += part[:room]
         if len(part) > room:
             self._tail += part[max(room, 0) :]
-            if len(self._tail) > 2 * self._last + (1 << 16):  # seldom, as it moves all of it
+            # Trimming moves the whole tail, so it waits until the tail has about doubled.
+            if len(self._tail) > 2 * self._last + (1 << 16):
                 self._trim()
 
     def _trim(self) -> None:

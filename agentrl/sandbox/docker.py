@@ -57,15 +57,15 @@ logger = logging.getLogger(__name__)
 
 _AWAY_STATUSES = (503, 900)
 """503: the engine is not ready. 900 is aiodocker's, where it cannot connect."""
-_OWNER, _PART = "agentrl.owner", "agentrl.provider"
+_OWNER, _PROVIDER = "agentrl.owner", "agentrl.provider"
 _FOLDER = "/work"
 """The working folder where an image has none."""
 _REMOVED_SECONDS = 60.0
 """Seconds within which a container must be gone."""
 _KILLED, _NOT_FOUND, _NOT_STARTED = 137, 127, 126
 _FORWARDER = Path(__file__).with_name("forwarder.py").read_text()
-_ROOT = {"", "0", "root", "0:0", "root:root"}
-_PIECE = 1 << 16
+_ROOT_USERS = {"", "0", "root", "0:0", "root:root"}
+_PIECE_BYTES = 1 << 16
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 _COUNT_KILLS = (
     "cd /sys/fs/cgroup; cat memory.events memory/memory.oom_control 2> /dev/null"
@@ -124,7 +124,8 @@ class DockerSandboxes:
     def __init__(self, settings: Config, client: "Docker") -> None:
         self.settings = settings
         self.client = client
-        self._labels = {_OWNER: this_process(), _PART: uuid.uuid4().hex}
+        self.labels = {_OWNER: this_process(), _PROVIDER: uuid.uuid4().hex}
+        """The labels of all that this provider makes."""
         self._building: dict[str, asyncio.Lock] = {}
         self._served: set[SandboxSocket] = set()
         self._closed = False
@@ -156,14 +157,14 @@ class DockerSandboxes:
     async def start(self, spec: SandboxSpec) -> "DockerSandbox":
         """See `SandboxProvider`."""
         self._check_open()
-        image = await self._image_of(spec)
-        config = await self._config_of(image)
+        image = await self._choose_image(spec)
+        config = await self._image_config(image)
         folder = spec.folder or config.get("WorkingDir") or _FOLDER
         user = spec.user or config.get("User") or ""
         name = f"agentrl-{uuid.uuid4().hex}"
         served = self.served_socket() if spec.port else None
         try:
-            # Not interrupted, as the engine would make one after we have looked for it in vain.
+            # Not interrupted: the engine would create the container after `discard` has found none.
             container = await run_to_completion(self._create(name, spec, image, folder, served))
         except BaseException:
             await self.discard(name)
@@ -173,7 +174,7 @@ class DockerSandboxes:
         try:
             if spec.port:
                 await sandbox.forward(spec.port)
-            if user not in _ROOT:
+            if user not in _ROOT_USERS:
                 await sandbox.give_folder()
             if isinstance(spec.origin, Folder):
                 await sandbox.upload(await asyncio.to_thread(archive_of_folder, spec.origin.path))
@@ -207,7 +208,7 @@ class DockerSandboxes:
     async def _create(
         self, name: str, spec: SandboxSpec, image: str, folder: str, served: SandboxSocket | None
     ) -> "DockerContainer":
-        config = self._container(spec, image, folder)
+        config = self._container_config(spec, image, folder)
         if served is not None:
             config["HostConfig"]["Binds"] = [f"{served.folder}:{_SOCKET_FOLDER}:ro"]
         async with self.calling("start a container"):
@@ -227,7 +228,7 @@ class DockerSandboxes:
         self._closed = True
         try:
             async with self.calling("close the sandboxes"):
-                ours = f"{_PART}={self._labels[_PART]}"
+                ours = f"{_PROVIDER}={self.labels[_PROVIDER]}"
                 await self._remove_all(ours)
         except SandboxError as error:
             logger.warning("containers may be left until their leases end: %s", error)
@@ -260,7 +261,7 @@ class DockerSandboxes:
             async with asyncio.timeout(self.settings.seconds):
                 yield
 
-    def _container(self, spec: SandboxSpec, image: str, folder: str) -> dict[str, Any]:
+    def _container_config(self, spec: SandboxSpec, image: str, folder: str) -> dict[str, Any]:
         limits: Resources = spec.resources
         host: dict[str, Any] = {
             "AutoRemove": True,
@@ -287,11 +288,11 @@ class DockerSandboxes:
             "Env": [f"{name}={value}" for name, value in spec.environment.items()],
             "User": "0",
             "WorkingDir": folder,
-            "Labels": self._labels,
+            "Labels": self.labels,
             "HostConfig": host,
         }
 
-    async def _image_of(self, spec: SandboxSpec) -> str:
+    async def _choose_image(self, spec: SandboxSpec) -> str:
         match spec.origin:
             case SandboxSnapshot(name=name) | Image(name=name):
                 return name
@@ -324,12 +325,12 @@ class DockerSandboxes:
                     fileobj=io.BytesIO(context),
                     encoding="identity",
                     tag=tag,
-                    labels={} if self.settings.keep_images else self._labels,
+                    labels={} if self.settings.keep_images else self.labels,
                     rm=True,
                     forcerm=True,
                 )
 
-    async def _config_of(self, image: str) -> Mapping[str, Any]:
+    async def _image_config(self, image: str) -> Mapping[str, Any]:
         """The configuration of an image, which is pulled if the engine lacks it."""
         if not await self._has_image(image):
             try:
@@ -360,7 +361,7 @@ class DockerSandboxes:
             try:
                 await self.client.images.delete(name, force=True)
             except DockerError as error:
-                if error.status not in {404, 409}:  # gone, or the ground of another one
+                if error.status not in {404, 409}:  # gone, or another image is based on it
                     raise
 
     async def _remove_all(self, label: str) -> None:
@@ -384,11 +385,6 @@ class DockerSandboxes:
     def _check_open(self) -> None:
         if self._closed:
             raise SandboxError("the provider of sandboxes is closed")
-
-    @property
-    def labels(self) -> Mapping[str, str]:
-        """The labels of all that this provider makes."""
-        return self._labels
 
 
 class DockerSandbox(CommandSandbox):
@@ -480,7 +476,7 @@ class DockerSandbox(CommandSandbox):
         try:
             async with asyncio.timeout(command.deadline):
                 with translated("follow a command"):
-                    await running.to_its_end(run.start(timeout=_NO_TIMEOUT))
+                    await running.run_to_end(run.start(timeout=_NO_TIMEOUT))
         except TimeoutError:
             ended_by = "deadline"
             await self._kill(running.group)
@@ -489,9 +485,9 @@ class DockerSandbox(CommandSandbox):
             async with self._provider.calling("learn how a command ended"):
                 status = (await run.inspect())["ExitCode"]
             if not running.group:
-                ended_by, status = await self._what_is_used_up(running), _NOT_STARTED
+                ended_by, status = await self._find_exhausted_limit(running), _NOT_STARTED
             elif status in {None, _KILLED}:
-                ended_by, status = await self._who_killed(), _KILLED
+                ended_by, status = await self._find_killer(), _KILLED
         return Output(
             status or 0,
             running.stdout.kept(),
@@ -507,8 +503,9 @@ class DockerSandbox(CommandSandbox):
                 kill = await self._container.exec(["/bin/sh", "-c", f"kill -9 -{group}"], user="0")
                 await kill.start(detach=True)
 
-    async def _who_killed(self) -> EndedBy:
-        """Why a command was killed.
+    async def _find_killer(self) -> EndedBy:
+        """The limit by which a command was killed: memory if the kernel has killed since the last
+        look, else its own signal.
 
         Raises:
             SandboxError: its container is not there any longer.
@@ -518,14 +515,14 @@ class DockerSandbox(CommandSandbox):
         with translated("count what the kernel has killed"):
             async with asyncio.timeout(self._provider.settings.seconds):
                 run = await self._container.exec(counts.arguments, user="0")
-                await counts.to_its_end(run.start(timeout=_NO_TIMEOUT))
+                await counts.run_to_end(run.start(timeout=_NO_TIMEOUT))
         if not counts.group:  # it could not start: what killed the command has killed all
-            return await self._what_is_used_up(counts)
+            return await self._find_exhausted_limit(counts)
         words = counts.stdout.kept().text().split()
         before, self._kills = self._kills, sum(map(int, filter(str.isdigit, words)))
         return "memory" if self._kills > before else "itself"
 
-    async def _what_is_used_up(self, running: "_Running") -> EndedBy:
+    async def _find_exhausted_limit(self, running: "_Running") -> EndedBy:
         """The limit that left no room for one more process.
 
         Raises:
@@ -563,7 +560,7 @@ class DockerSandbox(CommandSandbox):
 
 
 class _Running:
-    """A command while it runs: what it is given, and what it has written."""
+    """A running command: its input, and its output so far."""
 
     def __init__(self, command: Command) -> None:
         self._stdin = command.stdin
@@ -584,8 +581,8 @@ class _Running:
         """The process group, once it is known."""
         self._begun = b""
 
-    async def to_its_end(self, stream: "Stream") -> None:
-        """Feed it, and read what it writes, until it has ended."""
+    async def run_to_end(self, stream: "Stream") -> None:
+        """Write its input and read its output until it has ended."""
         try:
             async with stream, Flow("command") as flow:
                 if self._stdin:
@@ -599,11 +596,12 @@ class _Running:
 
     async def _feed(self, stream: "Stream") -> None:
         with suppress(ConnectionError, RuntimeError, AssertionError):  # it reads no further
-            for at in range(0, len(self._stdin), _PIECE):
-                await stream.write_in(self._stdin[at : at + _PIECE])
+            for at in range(0, len(self._stdin), _PIECE_BYTES):
+                await stream.write_in(self._stdin[at : at + _PIECE_BYTES])
 
     def _take(self, stream: int, part: bytes) -> None:
         if stream == 1 and not self.group:
+            # The first line is the process group (`_COMMAND`), and may come in several parts.
             line, newline, part = (self._begun + part).partition(b"\n")
             if not newline or not line.isdigit():
                 self._begun = line + newline + part
@@ -614,8 +612,8 @@ class _Running:
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Turn what can go wrong between here and the engine into a `SandboxError`, and into a
-    `SandboxOutageError` where the engine has gone away.
+    """Raise errors of the engine and of the connection as `SandboxError`, or as
+    `SandboxOutageError` if the engine is away.
     """
     from aiodocker.exceptions import DockerError
 
@@ -628,8 +626,8 @@ def translated(what: str) -> Iterator[None]:
 
 
 def _is_away(error: Exception) -> bool:
-    """True if the engine does not listen, or ended the connection. A missed deadline does not
-    tell.
+    """True if the engine does not listen, or ended the connection. After a missed deadline, it may
+    only be slow.
     """
     from aiodocker.exceptions import DockerError
 

@@ -189,7 +189,7 @@ _FIOSETOWN, _SIOCSPGRP, _CLOSE_RANGE_UNSHARE = 0x8901, 0x8902, 2
 # shared read-only stalls other processes, and a hint (1036, 1038) passes data between runs. Locks
 # do both, so they are asked for.
 # F_DUPFD to F_SETFL, F_GETOWN, ..., F_GET_SEALS.
-_OF_DESCRIPTORS = (
+_DESCRIPTOR_COMMANDS = (
     0,
     1,
     2,
@@ -203,8 +203,8 @@ _OF_DESCRIPTORS = (
     1032,
     1034,
 )
-_OF_SIGNALS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
-_OF_LOCKS = (5, 6, 7, 36, 37, 38)  # F_GETLK, F_SETLK, F_SETLKW, and the same of F_OFD_...
+_SIGNAL_COMMANDS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
+_LOCK_COMMANDS = (5, 6, 7, 36, 37, 38)  # F_GETLK, F_SETLK, F_SETLKW, and the same of F_OFD_...
 
 # Classic BPF, of linux/filter.h and linux/seccomp.h: load a word, test it and jump (one offset if
 # true, another if false), return.
@@ -217,18 +217,20 @@ def _refuse(error: int) -> _Code:
     return [(_RETURN, 0, 0, _ERRNO | error)]
 
 
-def _argument(index: int) -> _Code:
-    """Load the lower half of an argument; all arguments tested here are ints."""
-    return [(_LOAD, 0, 0, 16 + 8 * index)]
-
-
-def _upper_half(index: int) -> _Code:
-    return [(_LOAD, 0, 0, 16 + 8 * index + 4)]
+def _argument(index: int, *, upper_half: bool = False) -> _Code:
+    """Load half of an argument: the lower one, unless it is a pointer that is tested whole."""
+    return [(_LOAD, 0, 0, 16 + 8 * index + (4 if upper_half else 0))]
 
 
 def _unless(test: int, values: tuple[int, ...], verdict: _Code) -> _Code:
     """Continue if the loaded word passes the test with one of `values`, else apply `verdict`, a
     single instruction.
+
+    A passed test jumps over the rest. With two values:
+
+        test a: if true, skip 2
+        test b: if true, skip 1
+        verdict
     """
     many = len(values)
     return [*((test, many - at, 0, value) for at, value in enumerate(values)), *verdict]
@@ -236,7 +238,7 @@ def _unless(test: int, values: tuple[int, ...], verdict: _Code) -> _Code:
 
 def _where(test: int, values: tuple[int, ...], verdict: _Code) -> _Code:
     """Apply `verdict`, a single instruction, if the loaded word passes the test with one of
-    `values`.
+    `values`. Each test is followed by the verdict, and jumps over it if it fails.
     """
     return [step for value in values for step in ((test, 0, 1, value), *verdict)]
 
@@ -279,7 +281,7 @@ def seccomp_filter(alone: int = 0, metered: bool = False, connects: bool = False
         "close_range": [*_argument(2), *_where(_ANY_BIT, (_CLOSE_RANGE_UNSHARE,), no)],
         "fcntl": [
             *_argument(1),
-            *_unless(_EQUAL, (*_OF_DESCRIPTORS, *_OF_SIGNALS, *_OF_LOCKS), no),
+            *_unless(_EQUAL, (*_DESCRIPTOR_COMMANDS, *_SIGNAL_COMMANDS, *_LOCK_COMMANDS), no),
         ],
     }
     if not alone and not metered:
@@ -291,7 +293,7 @@ def seccomp_filter(alone: int = 0, metered: bool = False, connects: bool = False
             (_EQUAL, 0, 5, _SIGCHLD),
             *_argument(1),
             (_EQUAL, 0, 2, 0),
-            *_upper_half(1),
+            *_argument(1, upper_half=True),
             (_EQUAL, 1, 0, 0),
             *_refuse(0),
         ]
@@ -300,17 +302,17 @@ def seccomp_filter(alone: int = 0, metered: bool = False, connects: bool = False
         about |= {
             name: [*_argument(0), *_unless(_EQUAL, (alone,), no)] for name in ("kill", "tgkill")
         }
-        allowed = (*_OF_DESCRIPTORS, *_OF_LOCKS)
+        allowed = (*_DESCRIPTOR_COMMANDS, *_LOCK_COMMANDS)
         about["fcntl"] = [*_argument(1), *_unless(_EQUAL, allowed, no)]
         about["ioctl"] = [*_argument(1), *_where(_EQUAL, (_FIOSETOWN, _SIOCSPGRP), no)]
     refused = _REFUSED | (_REFUSED_ALONE if alone else {})
     refusals = {
         name: _refuse(errno.EACCES if name == "socket" else errno.EPERM) for name in refused
     }
-    return _compile_filter(about | refusals | (_connecting() if connects else {}))
+    return _compile_filter(about | refusals | (_rules_for_connections() if connects else {}))
 
 
-def _connecting() -> dict[str, _Code]:
+def _rules_for_connections() -> dict[str, _Code]:
     """Streams of TCP only, whose buffers are bounded, and which nothing but a server outside
     accepts.
     """
@@ -342,7 +344,7 @@ def asking_filter(*, threads: bool) -> bytes:
         OSError: the system calls of this machine's architecture are not listed here.
     """
     ask: _Code = [(_RETURN, 0, 0, _NOTIFY)]
-    about = {"flock": ask, "fcntl": [*_argument(1), *_where(_EQUAL, _OF_LOCKS, ask)]}
+    about = {"flock": ask, "fcntl": [*_argument(1), *_where(_EQUAL, _LOCK_COMMANDS, ask)]}
     return _compile_filter(about | ({"clone": ask} if threads else {}))
 
 
@@ -372,12 +374,16 @@ def network_filter() -> bytes:
 
 
 def _compile_filter(about: dict[str, _Code]) -> bytes:
-    """The filter that treats these calls so, and allows others that are not newer than the list."""
+    """The filter with these rules by call. Other calls are allowed if they are not newer than the
+    list.
+    """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"there is no list of system calls for {machine}")
     column, architecture = _ARCHITECTURES[machine]
     allow = [(_RETURN, 0, 0, _ALLOW)]
+    # The offsets of struct seccomp_data: the call's number at 0, the architecture at 4. A call of
+    # another architecture has other numbers, so nothing below would fit it.
     code: _Code = [
         (_LOAD, 0, 0, 4),
         (_EQUAL, 1, 0, architecture),
@@ -389,6 +395,7 @@ def _compile_filter(about: dict[str, _Code]) -> bytes:
     for name, body in about.items():
         number = _NUMBERS[name][column]
         if number is not None:
+            # If it is another call, skip the rules of this one and its `allow`.
             code += [(_EQUAL, 0, len(body) + 1, number), *body, *allow]
     code += allow
     return b"".join(struct.pack("=HBBI", *step) for step in code)

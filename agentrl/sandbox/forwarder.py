@@ -10,13 +10,15 @@ import socket
 import sys
 import threading
 
-_PIECE = 1 << 16
+_PIECE_BYTES = 1 << 16
 
 
 def main(path: str, port: int) -> None:
     """Listen, see whether the server can be reached, and serve until the sandbox ends."""
     listener = socket.create_server(("127.0.0.1", port), backlog=128)
-    _reached(path).close()
+    _connect(path).close()
+    # The parent's exit reports that the port is served; the child serves, detached from the command
+    # that has started it.
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -26,7 +28,7 @@ def main(path: str, port: int) -> None:
     while True:
         inside, _ = listener.accept()
         try:
-            outside = _reached(path)
+            outside = _connect(path)
         except OSError:
             inside.close()
             continue
@@ -34,7 +36,7 @@ def main(path: str, port: int) -> None:
             threading.Thread(target=_copy, args=(here, there), daemon=True).start()
 
 
-def _reached(path: str) -> socket.socket:
+def _connect(path: str) -> socket.socket:
     server = socket.socket(socket.AF_UNIX)
     server.connect(path)
     return server
@@ -44,7 +46,7 @@ def _copy(here: socket.socket, there: socket.socket) -> None:
     """Copy one way until it ends; the other way may go on. Sockets close when both have ended."""
     try:
         while True:
-            part = here.recv(_PIECE)
+            part = here.recv(_PIECE_BYTES)
             if not part:
                 break
             there.sendall(part)

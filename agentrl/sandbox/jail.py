@@ -25,9 +25,9 @@ _START_SECONDS = 30.0
 _FIRST_BYTES = 1 << 16
 _GRACE_SECONDS = 3.0
 """Seconds after a run's wall limit within which its jail must report that."""
-_SLOWEST = 8 << 20
+_SLOWEST_BYTES_PER_SECOND = 8 << 20
 """Bytes a second of a report: more time is given to long ones."""
-_SYSTEM = (
+_SYSTEM_PATHS = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache"),
     "/etc/alternatives",  # links to which programs of Debian lead, such as awk
 )
@@ -66,7 +66,7 @@ class Jail:
         self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="agentrl-jail-"))
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
         python = os.path.realpath(sys.executable)
-        readable = (*_SYSTEM, sys.base_prefix, sys.base_exec_prefix, *config.paths)
+        readable = (*_SYSTEM_PATHS, sys.base_prefix, sys.base_exec_prefix, *config.paths)
         self._group = cgroup.make(os.path.basename(self._scratch))
         arguments = {
             "backend": backend,
@@ -98,7 +98,7 @@ class Jail:
         Raises:
             JailError: the machine does not support `backend`; says what it lacks.
         """
-        # In a thread, as a busy machine takes its time until the new process is one.
+        # In a thread, because starting a process can block for long on a busy machine.
         make = partial(cls, backend, config, disk, port)
         jail = await made_in_thread(make, undo=cls.kill)
         try:
@@ -108,7 +108,7 @@ class Jail:
                     sock=jail._socket, limit=PIECE
                 )
         except (OSError, EOFError, TimeoutError) as error:
-            raise JailError(jail._last_words(error)) from error
+            raise JailError(jail._kill_and_explain(error)) from error
         except BaseException:
             jail.kill()
             raise
@@ -136,14 +136,16 @@ class Jail:
     async def report_on(self, order: Order) -> JailReport | SandboxLost:
         """Run one program, and return its supervisor's report. Cancelling kills the jail."""
         try:
-            async with asyncio.timeout(order.wall + _GRACE_SECONDS + order.output / _SLOWEST):
+            async with asyncio.timeout(
+                order.wall + _GRACE_SECONDS + order.output / _SLOWEST_BYTES_PER_SECOND
+            ):
                 await self._send(order)
                 report = await self._receive(order)
                 if await self._reader.readexactly(len(DONE)) != DONE:
                     raise ValueError("more than a report")
                 return report
         except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
-            return SandboxLost(self._last_words(error))
+            return SandboxLost(self._kill_and_explain(error))
         except BaseException:
             self.kill()
             raise
@@ -176,7 +178,9 @@ class Jail:
         await self._writer.drain()
 
     async def _receive(self, order: Order) -> JailReport:
-        """A report of what was ordered. Nobody has checked what a jail sends."""
+        """The report on an order. All of it is checked, because a program may have taken over what
+        sends it.
+        """
         size, follows = HEADER.unpack(await self._reader.readexactly(HEADER.size))
         if size > LARGEST_REPORT or follows > order.most_written:
             raise ValueError(f"a report of {size} and {follows} bytes")
@@ -184,11 +188,11 @@ class Jail:
         sizes = [int(one) for one in told["sizes"]]
         if len(sizes) != 2 or min(sizes) < 0 or sum(sizes) != follows:
             raise ValueError(f"a report of {follows} bytes that are {sizes}")
-        stdout, stderr = [await self._bytes(one) for one in sizes]
+        stdout, stderr = [await self._read_bytes(one) for one in sizes]
         return JailReport.read(told, (stdout, stderr), order.output)
 
-    async def _bytes(self, count: int) -> bytes:
-        """So many bytes: as they come, since `readexactly` keeps them twice."""
+    async def _read_bytes(self, count: int) -> bytes:
+        """`count` bytes, read piece by piece, because `readexactly` would hold them twice."""
         parts = []
         while count:
             parts.append(await self._reader.read(min(count, PIECE)))
@@ -197,7 +201,7 @@ class Jail:
             count -= len(parts[-1])
         return b"".join(parts)
 
-    def _last_words(self, error: Exception) -> str:
+    def _kill_and_explain(self, error: Exception) -> str:
         """Kill the jail, and return what went wrong."""
         if self.dead:
             return "the sandbox was closed during the run"

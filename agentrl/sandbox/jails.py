@@ -34,7 +34,7 @@ from agentrl.protocols import (
 from agentrl.sandbox.archive import LARGEST_ARCHIVE, archive_of_folder
 from agentrl.sandbox.by_commands import CommandSandbox, Output
 from agentrl.sandbox.jail import Jail, JailError
-from agentrl.sandbox.order import JailReport, Order
+from agentrl.sandbox.order import Order
 from agentrl.sandbox.outcome import SandboxLost
 from agentrl.sandbox.settings import SandboxConfig
 from agentrl.settings.base import PathText, Settings
@@ -109,8 +109,8 @@ class JailSandboxes:
         """See `SandboxProvider`."""
         if self._closed:
             raise SandboxError("the provider of sandboxes is closed")
-        _check(spec)
-        files = await self._files_of(spec)
+        _check_spec(spec)
+        files = await self._initial_files(spec)
         sandbox = JailSandbox(self, await self._jail(spec.resources.disk, spec.port), spec)
         self._sandboxes.add(sandbox)
         try:
@@ -151,7 +151,7 @@ class JailSandboxes:
         except JailError as error:
             raise SandboxError(f"a jail did not start: {error}") from error
 
-    async def _files_of(self, spec: SandboxSpec) -> bytes | None:
+    async def _initial_files(self, spec: SandboxSpec) -> bytes | None:
         match spec.origin:
             case Folder(path=path):
                 return await asyncio.to_thread(archive_of_folder, path)
@@ -163,14 +163,15 @@ class JailSandboxes:
         return None
 
 
-def _check(spec: SandboxSpec) -> None:
+def _check_spec(spec: SandboxSpec) -> None:
     """Refuse what a jail cannot do."""
+    folder = posixpath.normpath(spec.folder or _FOLDER)
     asked = {
         "an image": isinstance(spec.origin, Image),
         "a Dockerfile": isinstance(spec.origin, Dockerfile),
         "a network": spec.network != "none",
         "a user": bool(spec.user),
-        f"a folder outside of {_FOLDER}": not _is_in_box(spec.folder or _FOLDER),
+        f"a folder outside of {_FOLDER}": not f"{folder}/".startswith(f"{_FOLDER}/"),
     }
     if wanted := [what for what, is_asked in asked.items() if is_asked]:
         raise ConfigError(
@@ -179,12 +180,8 @@ def _check(spec: SandboxSpec) -> None:
         )
 
 
-def _is_in_box(path: str) -> bool:
-    return f"{posixpath.normpath(path)}/".startswith(f"{_FOLDER}/")
-
-
 class JailSandbox(CommandSandbox):
-    """A jail of which each program is a command."""
+    """A jail, in which each command is a program of its own."""
 
     def __init__(self, provider: JailSandboxes, jail: Jail, spec: SandboxSpec) -> None:
         self.folder = spec.folder or _FOLDER
@@ -217,7 +214,13 @@ class JailSandbox(CommandSandbox):
             report = await self._jail.report_on(self._order(command))
         if isinstance(report, SandboxLost):
             raise SandboxError(report.error)
-        return _output(report)
+        written = (report.stdout, report.stderr)
+        if not isinstance(report.end, int):
+            ended_by = _ENDED.get(report.end, "itself")
+            return Output(_KILLED, *written, ended_by, report.seconds)
+        # Of a program that a signal has ended, the status is negative; shells add it to 128.
+        status = report.end if report.end >= 0 else 128 - report.end
+        return Output(status, *written, "itself", report.seconds)
 
     def _order(self, command: Command) -> Order:
         limits, cpus = self._spec.resources, self._spec.resources.cpus
@@ -242,11 +245,3 @@ class JailSandbox(CommandSandbox):
             output=command.output,
             cut=True,
         )
-
-
-def _output(report: JailReport) -> Output:
-    written = (report.stdout, report.stderr)
-    if not isinstance(report.end, int):
-        return Output(_KILLED, *written, _ENDED.get(report.end, "itself"), report.seconds)
-    status = report.end if report.end >= 0 else 128 - report.end
-    return Output(status, *written, "itself", report.seconds)

@@ -60,7 +60,7 @@ def main(channel: int, port: int, command: str) -> None:
     """
     with socket.socket(fileno=channel) as driver:
         try:
-            listener = _enter(port)
+            listener = _enter_network(port)
             first = os.fork()
             if first == 0:
                 _enclose()
@@ -69,10 +69,10 @@ def main(channel: int, port: int, command: str) -> None:
             driver.sendall(f"{type(error).__name__}: {error}".encode())
             os._exit(1)
         listener.close()
-    _leave_with(first or _start_command(command))
+    _exit_like(first or _start_command(command))
 
 
-def _enter(port: int) -> socket.socket:
+def _enter_network(port: int) -> socket.socket:
     """Go to a network with nothing but a loopback, and listen there."""
     uid, gid = os.geteuid(), os.getegid()
     kernel.unshare(_SPACES)
@@ -97,7 +97,7 @@ def _start_command(command: str) -> int:
     return child
 
 
-def _leave_with(child: int) -> None:
+def _exit_like(child: int) -> None:
     """Reap processes until this one has ended, and exit as a shell does."""
     while True:
         ended, status = os.wait()

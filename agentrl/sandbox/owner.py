@@ -6,7 +6,7 @@ from pathlib import Path
 
 def this_process() -> str:
     """This process as a text that no other one has, before or after it."""
-    return _named(os.getpid())
+    return _identify(os.getpid())
 
 
 def is_dead(owner: str) -> bool:
@@ -16,13 +16,14 @@ def is_dead(owner: str) -> bool:
     if machine != _machine() or not pid.isdigit():
         return False
     try:
-        return _named(int(pid)) != f"{machine}/{pid}/{started}"
+        return _identify(int(pid)) != f"{machine}/{pid}/{started}"
     except FileNotFoundError:
         return True
 
 
-def _named(pid: int) -> str:
-    # In hundredths of a second since the machine's start: the wall clock may be set meanwhile.
+def _identify(pid: int) -> str:
+    # Process ids are reused, so the start time belongs to it: in ticks since the machine's start,
+    # because the wall clock may be set meanwhile.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return f"{_machine()}/{pid}/{fields[19]}"
 

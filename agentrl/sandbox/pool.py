@@ -80,7 +80,7 @@ class ProgramSandbox:
         """
         self._idle = asyncio.LifoQueue()
         try:
-            first = await self._choose()
+            first = await self._start_first()
         except BaseException:
             await self.__aexit__()
             raise
@@ -100,8 +100,8 @@ class ProgramSandbox:
     ) -> Outcome:
         """Run a program as a main module with this text on its stdin. Waits until a jail is free.
 
-        Cancelling kills the run. `limits` replace those of the config. What two jails were lost of
-        is not run again.
+        Cancelling kills the run. `limits` replace those of the config. A program in whose runs two
+        jails were lost is not run again.
         """
         if not self.backend:
             raise RuntimeError(
@@ -142,7 +142,7 @@ class ProgramSandbox:
         return self._losses.total()
 
     def _count_loss(self, order: Order, outcome: SandboxLost) -> SandboxLost:
-        """Count the loss of a jail, unless it was closed."""
+        """Count a jail that was lost in a run. Losses while the sandbox closes do not count."""
         if not self.backend:
             return outcome
         digest = _digest(order)
@@ -157,7 +157,7 @@ class ProgramSandbox:
         self._jails.add(jail)
         return jail
 
-    async def _choose(self) -> Jail:
+    async def _start_first(self) -> Jail:
         """Start the first jail, with the strongest backend that starts, and test its isolation."""
         wanted = BACKENDS if self.config.backend == "auto" else (self.config.backend,)
         lacks = []
@@ -167,7 +167,7 @@ class ProgramSandbox:
             except JailError as error:
                 lacks.append(f"{self.backend}: {error}")
                 continue
-            await self._probe(jail)
+            await self._test_isolation(jail)
             weaker = f"; stronger backends do not work here: {'; '.join(lacks)}" if lacks else ""
             counted = (
                 "a control group"
@@ -193,7 +193,7 @@ class ProgramSandbox:
         logger.warning("the sandbox does NOT isolate (allow_unsafe): %s", "; ".join(lacks))
         return await self._start()
 
-    async def _probe(self, jail: Jail) -> None:
+    async def _test_isolation(self, jail: Jail) -> None:
         """Test the isolation: attempt everything that must fail."""
         outcome = await jail.run(Order(_BREAKOUTS, b"", **SandboxLimits().model_dump()))
         if not isinstance(outcome, Ran) or outcome.exit != 0 or outcome.stdout:

@@ -48,7 +48,7 @@ CHECK_SECONDS = 0.02
 _SOCKET_BYTES = 320 << 10
 """Bytes that a socket may hold: Linux's default of 208 KiB, and the last message. Programs may not
 raise it."""
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _OPEN_FILES = 256
 _READY = b"ready"
@@ -91,12 +91,12 @@ def main(
     socket.send_fds(channel, [pack({"ready": backend})], served)
     for fd in served:
         os.close(fd)
-    _play(_serve(channel, walls))
+    _run_main(_serve(channel, walls))
 
 
 def _serve(channel: socket.socket, walls: Walls) -> str:
     """Serve orders until the channel closes. Returns only in a program's process: the program."""
-    while _more(channel):
+    while _wait_for_order(channel):
         supervisor = os.fork()
         if supervisor == 0:
             return _supervise(channel, walls)
@@ -108,9 +108,9 @@ def _serve(channel: socket.socket, walls: Walls) -> str:
     os._exit(0)
 
 
-def _more(channel: socket.socket) -> bool:
-    """Wait for the next order, and leave it to be read; False if the driver is gone, or has closed
-    this jail.
+def _wait_for_order(channel: socket.socket) -> bool:
+    """Wait for the next order, and leave it to the supervisor to read; False if the driver is gone,
+    or has closed this jail.
     """
     with suppress(ConnectionError):
         return bool(channel.recv(1, socket.MSG_PEEK))
@@ -119,32 +119,34 @@ def _more(channel: socket.socket) -> bool:
 
 def _supervise(channel: socket.socket, walls: Walls) -> str:
     """Serve one order and exit. Returns only in the program's process: the program."""
+    # The order is read inside the walls, and by a process that ends with its program: the server
+    # must hold nothing of it for later programs to find.
     walls.enclose()
-    order, size = _receive(channel)
+    order, size = _receive_order(channel)
     walls.group.begin(order)
     folder = walls.begin(order)
     (stdin, feed), (stdout, to_stdout), (stderr, to_stderr) = (os.pipe() for _ in range(3))
     ready, say_ready = socket.socketpair()
     child = os.fork()
     if child == 0:
-        _become(order, walls, folder, (stdin, to_stdout, to_stderr, say_ready.detach()))
+        _prepare_child(order, walls, folder, (stdin, to_stdout, to_stderr, say_ready.detach()))
         return order.program
     for fd in (stdin, to_stdout, to_stderr, say_ready.detach()):
         os.close(fd)
     with ready:
-        word, listener = _receive_from(ready)
+        word, listener = _receive_word(ready)
     if word != _READY:
         sys.exit(f"a child could not be confined: {word.decode(errors='replace') or 'it died'}")
     fds = (channel.fileno(), feed, stdout, stderr, listener)
     run = _Run(order, walls, folder, child, fds)
-    run.to_its_end(size)
+    run.watch(size)
     walls.end(folder)
     for part in run.report():
         channel.sendall(part)
     os._exit(0)
 
 
-def _receive_from(ready: socket.socket) -> tuple[bytes, int]:
+def _receive_word(ready: socket.socket) -> tuple[bytes, int]:
     """The child's output until it closed its end, and the listener that it sent; -1 for none."""
     word, listener = b"", -1
     while True:
@@ -155,7 +157,7 @@ def _receive_from(ready: socket.socket) -> tuple[bytes, int]:
         word += part
 
 
-def _receive(channel: socket.socket) -> tuple[Order, int]:
+def _receive_order(channel: socket.socket) -> tuple[Order, int]:
     """An order without its input, and the bytes of that, which are left to be read."""
     size, follows = HEADER.unpack(_exactly(channel, HEADER.size))
     if size > LARGEST_JSON:
@@ -206,7 +208,7 @@ class _Run:
         for fd in {self.ended, self.listener} - {-1}:
             self.poll.register(fd, select.POLLIN)
 
-    def to_its_end(self, size: int) -> None:
+    def watch(self, size: int) -> None:
         """Watch the program until it ends or hits a limit; then kill its remaining processes.
 
         `size`: bytes of its input that are still in the channel. It gets them as it reads them, so
@@ -216,9 +218,9 @@ class _Run:
         next_look = self.begun
         while self.exit is None and not self.hit:
             for fd, events in self.poll.poll(CHECK_SECONDS * 1000):
-                self._attend(fd, events)
+                self._handle_event(fd, events)
             if time.monotonic() >= next_look:
-                self.hit = self.hit or self._limit_hit()
+                self.hit = self.hit or self._find_limit_hit()
                 next_look = time.monotonic() + CHECK_SECONDS
         self.seconds = time.monotonic() - self.begun
         self.walls.kill(self.child)
@@ -228,7 +230,7 @@ class _Run:
         for fd in {self.stdin, self.stdout, self.stderr, self.ended, self.listener} - {-1}:
             os.close(fd)
         self.hit = self.hit or self._limit_exceeded()
-        while self.to_come:  # it has not read all
+        while self.to_come:  # unread input must not be taken for the next order
             self._take()
 
     def report(self) -> Sequence[bytes | bytearray]:
@@ -244,7 +246,7 @@ class _Run:
         }
         return [pack(told, sum(map(len, parts))), *parts]
 
-    def _attend(self, fd: int, events: int) -> None:
+    def _handle_event(self, fd: int, events: int) -> None:
         if fd == self.ended:
             self._reap()
         elif fd == self.channel:
@@ -275,9 +277,9 @@ class _Run:
     def _refusal(self, asked: kernel.AskedCall) -> int:
         """The error of a call that is refused, else 0.
 
-        A thread is refused as RLIMIT_NPROC does it. One may be under way for each that is counted,
-        so that there may be twice as many for a moment. A lock is refused on files of others, whom
-        it would stall or tell something.
+        A thread beyond the limit is refused as RLIMIT_NPROC does it. Each counted thread may be
+        starting another, so there may be twice as many for a moment. A lock is allowed on the
+        run's own files alone: on others it would stall other processes, or signal to them.
         """
         if is_clone(asked.number):
             return (
@@ -345,7 +347,7 @@ class _Run:
                 if ended[0] == self.child:
                     self.exit = os.waitstatus_to_exitcode(ended[1])
 
-    def _limit_hit(self) -> str:
+    def _find_limit_hit(self) -> str:
         """The limit that has been hit by now, or an empty string."""
         order = self.order
         if time.monotonic() - self.begun >= order.wall:
@@ -362,7 +364,7 @@ class _Run:
         # `pages` counts shared pages once for each process that shares them. The exact count takes
         # longer.
         if (
-            pages * _PAGE + buffers > order.memory
+            pages * _PAGE_BYTES + buffers > order.memory
             and sum(map(_memory_of, pids)) + buffers > order.memory
         ):
             return "memory"
@@ -414,7 +416,9 @@ def _memory_of(pid: int) -> int:
     return 0
 
 
-def _become(order: Order, walls: Walls, folder: str, pipes: tuple[int, int, int, int]) -> None:
+def _prepare_child(
+    order: Order, walls: Walls, folder: str, pipes: tuple[int, int, int, int]
+) -> None:
     """In the child: set up the program's folder, streams and limits, and confine it. If that fails,
     nothing is run.
     """
@@ -452,7 +456,7 @@ def _become(order: Order, walls: Walls, folder: str, pipes: tuple[int, int, int,
     os.close(say_ready)
 
 
-def _play(program: str) -> None:
+def _run_main(program: str) -> None:
     """In the child: run the program as the main module, and exit as Python does."""
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__="main.py", __builtins__=builtins)
@@ -471,7 +475,7 @@ def _play(program: str) -> None:
         exec(compile(program, "main.py", "exec"), module.__dict__)
         status = 0
     except SystemExit as leaving:
-        status = _status(leaving.code)
+        status = _exit_status(leaving.code)
     except BaseException as error:
         status = 1
         trace = error.__traceback__.tb_next if error.__traceback__ else None
@@ -486,7 +490,7 @@ def _play(program: str) -> None:
     os._exit(status)
 
 
-def _status(code: object) -> int:
+def _exit_status(code: object) -> int:
     """The exit status that the argument of `sys.exit` means."""
     if code is None or isinstance(code, int):
         return int(code or 0) & 0xFF

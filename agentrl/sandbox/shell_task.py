@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 from agentrl.errors import EnvError
-from agentrl.protocols import Command, Executed, Sandbox, SandboxProvider, SandboxSpec, shell
+from agentrl.protocols import Command, Sandbox, SandboxProvider, SandboxSpec, shell
 from agentrl.sandbox.archive import LARGEST_ARCHIVE, archive_of
 
 logger = logging.getLogger(__name__)
@@ -21,8 +21,10 @@ _EMPTY_FOLDER = "find . -mindepth 1 -delete"
 LARGEST_FOLDER = LARGEST_ARCHIVE
 """Bytes of the largest working folder that is judged, as an archive."""
 _SMALL_FOLDER = 8 << 20
-"""Bytes beyond which only one is in the memory of this process at a time, twice at most."""
-_of_large_folders: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+"""Bytes. Of larger folders, this process holds one at a time, in two copies at most."""
+_large_folder_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
+    WeakKeyDictionary()
+)
 _MOST_PRINTED = 1 << 20
 """Bytes that a test may print where its output is compared."""
 
@@ -61,7 +63,7 @@ class TaskSandboxes:
         Raises:
             EnvError: the setup failed.
         """
-        return await self._prepared(self.spec, self.task.files)
+        return await self._start_prepared(self.spec, self.task.files)
 
     @asynccontextmanager
     async def work_in(self, sandbox: Sandbox) -> AsyncIterator[bytes | None]:
@@ -77,7 +79,7 @@ class TaskSandboxes:
                 made = await sandbox.download(most=min(_SMALL_FOLDER, self._largest))
             except OSError:
                 loop = asyncio.get_running_loop()
-                lock = _of_large_folders.setdefault(loop, asyncio.Lock())
+                lock = _large_folder_locks.setdefault(loop, asyncio.Lock())
                 await stack.enter_async_context(lock)
                 made = await self._large_folder(sandbox)
             yield made
@@ -100,7 +102,7 @@ class TaskSandboxes:
         """
         if made is None:
             return 0.0
-        judge = await self._prepared(replace(self.spec, port=0), {})
+        judge = await self._start_prepared(replace(self.spec, port=0), {})
         try:
             await self._run_sound(judge, _EMPTY_FOLDER)
             try:
@@ -111,18 +113,16 @@ class TaskSandboxes:
                 await check_alive(judge)
                 return 0.0  # what was made cannot be unpacked, or is in the test's way
             test = Command(shell(self.task.test), deadline=self.seconds, output=_MOST_PRINTED)
-            if self._passed(await judge.run(test)):
+            done = await judge.run(test)
+            ended_well = done.exit == 0 and done.ended_by == "itself"
+            if ended_well and self.task.printed in (None, done.stdout):
                 return 1.0
             await check_alive(judge)
             return 0.0
         finally:
             await judge.close()
 
-    def _passed(self, done: Executed) -> bool:
-        ended_well = done.exit == 0 and done.ended_by == "itself"
-        return ended_well and self.task.printed in (None, done.stdout)
-
-    async def _prepared(self, spec: SandboxSpec, files: Mapping[str, str]) -> Sandbox:
+    async def _start_prepared(self, spec: SandboxSpec, files: Mapping[str, str]) -> Sandbox:
         sandbox = await self.provider.start(spec)
         try:
             if files:

@@ -21,7 +21,7 @@ from agentrl.sandbox.order import Order
 _NOBODY_UID = 65534
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _SMALL_TMPFS_OPTIONS = "mode=0755,size=1m,nr_inodes=2k"
-_LINKED = ("app", "logs", "solution", "tests")
+_TASK_FOLDERS = ("app", "logs", "solution", "tests")
 """Folders by which tasks name their files: a jail with files has them in its own folder."""
 _SUPERVISOR_PROCESSES = 3
 """Processes that count as those of a program, though they are ours: the server, the supervisor and
@@ -141,7 +141,8 @@ class Namespaces(Walls):
         if self.port:
             kernel.bound_tcp_buffers(_TCP_BYTES)
             self.listener = kernel.listen_on_loopback(self.port)
-        _go_on_in_child(self.group)
+        # A process enters a new process namespace only by being forked into it.
+        _continue_in_child(self.group)
         self._build_root()
         if root:
             # RLIMIT_NPROC does not apply to root, and files of root would belong to the program.
@@ -164,12 +165,12 @@ class Namespaces(Walls):
         kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
         kernel.mount("tmpfs", new, "tmpfs", quiet, _SMALL_TMPFS_OPTIONS)
         for path in self.readable:
-            _show(path, new)
+            _bind_readable(path, new)
         for path in ("/dev", "/proc", self._FOLDER):
             os.makedirs(new + path)
         if not os.path.exists(f"{new}/tmp"):  # else a path below it must be readable
             os.symlink(self._FOLDER, f"{new}/tmp")
-        for name in _LINKED if self.disk else ():
+        for name in _TASK_FOLDERS if self.disk else ():
             if not os.path.exists(f"{new}/{name}"):
                 os.symlink(f"{self._FOLDER}/{name}", f"{new}/{name}")
         os.symlink(self._FOLDER, f"{new}/dev/shm")
@@ -191,7 +192,7 @@ class Namespaces(Walls):
         """
         kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
         super().enclose()
-        _go_on_in_child()
+        _continue_in_child()
         super().enclose()
         _mount_proc("/proc")
 
@@ -353,7 +354,7 @@ WALLS: dict[str, type[Walls]] = {"namespaces": Namespaces, "landlock": Landlock,
 """The strongest first."""
 
 
-def _go_on_in_child(group: ControlGroup | None = None) -> None:
+def _continue_in_child(group: ControlGroup | None = None) -> None:
     """Fork, and continue as the first process of the new namespace.
 
     The parent waits for it, removes the control group, and ends as it has ended.
@@ -369,14 +370,14 @@ def _go_on_in_child(group: ControlGroup | None = None) -> None:
 
 
 def _mount_proc(path: str) -> None:
-    """Processes see only those that they may trace, which are their own, and nothing else of the
-    kernel's.
+    """Mount a /proc in which processes see only those that they may trace, which are their own, and
+    none of the kernel's other files.
     """
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
     kernel.mount("proc", path, "proc", flags, "hidepid=invisible,subset=pid")
 
 
-def _show(path: str, root: str) -> None:
+def _bind_readable(path: str, root: str) -> None:
     """Make a file, folder or symbolic link appear at the same path below `root`."""
     if not os.path.lexists(path) or os.path.lexists(root + path):
         return

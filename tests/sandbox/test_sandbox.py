@@ -781,7 +781,7 @@ def seconds_of_hostile(backend: str, count: int, targets: dict[str, str]) -> lis
 def test_the_probe_of_the_start_is_one_that_an_open_machine_fails() -> None:
     async def main(sandbox: ProgramSandbox) -> None:
         with pytest.raises(ConfigError, match="does not hold"):
-            await sandbox._probe(next(iter(sandbox._jails)))
+            await sandbox._test_isolation(next(iter(sandbox._jails)))
 
     async def unsafe() -> None:
         sandbox = ProgramSandbox(SandboxConfig(size=1))

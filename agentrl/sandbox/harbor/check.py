@@ -7,7 +7,7 @@ from pathlib import Path
 from agentrl.errors import AgentRLError
 from agentrl.protocols import SandboxProvider
 from agentrl.sandbox.harbor.task import read_task
-from agentrl.sandbox.harbor.trial import HarborTrial, TrialSettings, TrialVerdict
+from agentrl.sandbox.harbor.trial import HarborTrial, TrialSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ async def check_task(folder: Path, provider: SandboxProvider, settings: TrialSet
     """Build a task, and run its solution and nothing."""
     solution = nothing = None
     try:
-        nothing, _ = await _tried(folder, provider, settings, solve=False)
-        solution, why = await _tried(folder, provider, settings, solve=True)
+        nothing, _ = await _try_task(folder, provider, settings, solve=False)
+        solution, why = await _try_task(folder, provider, settings, solve=True)
     except (AgentRLError, OSError) as error:
         return TaskCheck(folder.name, solution, nothing, str(error))
     if solution != 1:
@@ -38,7 +38,7 @@ async def check_task(folder: Path, provider: SandboxProvider, settings: TrialSet
     return TaskCheck(folder.name, solution, nothing, "")
 
 
-async def _tried(
+async def _try_task(
     folder: Path, provider: SandboxProvider, settings: TrialSettings, solve: bool
 ) -> tuple[float, str]:
     """The reward, and what explains it."""
@@ -53,9 +53,6 @@ async def _tried(
         verdict = await trial.judge()
     finally:
         await trial.close()
-    return _reward(verdict), said + (verdict.why or f"the tests said: {verdict.output[-300:]}")
-
-
-def _reward(verdict: TrialVerdict) -> float:
-    rewards = verdict.rewards
-    return rewards.get("reward", min(rewards.values(), default=0.0))
+    # If none has this name, the lowest counts.
+    reward = verdict.rewards.get("reward", min(verdict.rewards.values(), default=0.0))
+    return reward, said + (verdict.why or f"the tests said: {verdict.output[-300:]}")

@@ -61,13 +61,14 @@ def plain_image(origin: Image | Dockerfile) -> PlainImage:
     made = PlainImage("/", {}, [])
     for line in re.sub(r"\\\n", " ", text).split("\n"):
         if line.strip() and not line.lstrip().startswith("#"):
-            made = _after(made, line.strip(), origin.folder)
+            made = _apply_instruction(made, line.strip(), origin.folder)
     if made.folder == "/":
         raise _needs_images("no WORKDIR")
     return made
 
 
-def _after(made: PlainImage, line: str, context: Path) -> PlainImage:
+def _apply_instruction(made: PlainImage, line: str, context: Path) -> PlainImage:
+    """The image after one more instruction. `context`: the Dockerfile's folder."""
     word, _, rest = line.partition(" ")
     match word.upper():
         case "FROM" if " AS " not in rest.upper() and not made.steps:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,17 +129,14 @@ def named_folder(folders: Sequence[Path], name: str) -> Path:
 
 
 def lacking(task: HarborTask, offers: SandboxOffers, network: bool) -> list[str]:
-    """What a task asks for and agentrl, or the provider of sandboxes, does not have.
+    """The demands of a task that agentrl, or the provider of sandboxes, cannot meet.
 
     Args:
         task: the task
         offers: what the provider can do
         network: False if tasks run without a network, whatever they ask for
     """
-    return list(_lacking(task, offers, network))
-
-
-def _lacking(task: HarborTask, offers: SandboxOffers, network: bool) -> Iterator[str]:
+    lacks = []
     file = task.file
     machines = [
         file.environment,
@@ -147,27 +144,28 @@ def _lacking(task: HarborTask, offers: SandboxOffers, network: bool) -> Iterator
     ]
     for folder in ("environment", "tests"):
         if (task.folder / folder / _COMPOSE).exists():
-            yield f"compose ({folder}/{_COMPOSE})"
+            lacks.append(f"compose ({folder}/{_COMPOSE})")
     for machine in machines:
         if machine.gpus:
-            yield f"GPUs ({machine.gpus})"
+            lacks.append(f"GPUs ({machine.gpus})")
         if machine.tpu:
-            yield "a TPU"
+            lacks.append("a TPU")
         if machine.os != "linux":
-            yield f"the operating system {machine.os!r}"
+            lacks.append(f"the operating system {machine.os!r}")
         if machine.mcp_servers:
-            yield "MCP servers"
+            lacks.append("MCP servers")
     modes = {file.environment.network_mode, file.agent.network_mode, file.verifier.network_mode}
     if network and "allowlist" in modes:
-        yield "a network with a list of allowed hosts"
+        lacks.append("a network with a list of allowed hosts")
     services = {one.service for one in file.artifacts} | {
         one.service for one in file.verifier.collect
     }
     if services - {None, "main"}:
-        yield "services beside the main one"
+        lacks.append("services beside the main one")
     users = {file.agent.user, file.verifier.user} - {None}
     if users and not offers.users:
-        yield f"users ({', '.join(map(str, users))})"
+        lacks.append(f"users ({', '.join(map(str, users))})")
+    return lacks
 
 
 def resolved(templates: Mapping[str, str], what: str) -> dict[str, str]:

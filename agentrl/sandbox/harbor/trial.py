@@ -3,7 +3,7 @@
     environment/ -> agent's sandbox -> (artifacts -> the verifier's sandbox) -> tests/test.sh
                                                             -> /logs/verifier/reward.{json,txt}
 
-What the verifier does is a verdict, also if it gives no reward. What fails below it raises
+Whatever the verifier does is a verdict, also if it gives no reward. A failure of the sandbox raises
 `SandboxError`, as everywhere.
 """
 
@@ -58,7 +58,7 @@ class TrialSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrialVerdict:
-    """What a verifier has said."""
+    """The verdict of a verifier."""
 
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Empty if it gave none."""
@@ -126,7 +126,7 @@ class HarborTrial:
     async def start(self) -> Sandbox:
         """Start the agent's machine, and return its sandbox."""
         task = self.task
-        self._place = place = await self._machine(
+        self._place = place = await self._start_machine(
             task.origin, task.file.environment, str(task.file.agent.user or "")
         )
         if task.loose_files is not None:
@@ -167,7 +167,7 @@ class HarborTrial:
                 await agents.run(hook.command, hook.timeout_sec, hook.user)
             if not self.task.file.verifier.is_separate and not self._settings.always_fresh:
                 return await self._verdict(agents, has_tests=False)
-            artifacts = [await self._collected(agents, one) for one in self._artifacts(agents)]
+            artifacts = [await self._collect(agents, one) for one in self._list_artifacts(agents)]
             await self.close()
             return await self._separate_verdict(artifacts)
         finally:
@@ -181,7 +181,7 @@ class HarborTrial:
 
     async def _separate_verdict(self, artifacts: "list[_Collected]") -> TrialVerdict:
         verifier = self.task.verifier
-        place = await self._machine(verifier.origin, verifier.machine, "")
+        place = await self._start_machine(verifier.origin, verifier.machine, "")
         try:
             for one in artifacts:
                 try:
@@ -194,6 +194,7 @@ class HarborTrial:
 
     async def _verdict(self, place: _Place, has_tests: bool) -> TrialVerdict:
         file = self.task.file.verifier
+        # The agent may have written these files itself.
         rewards = " ".join(map(place.at, _REWARD_FILES))
         if (await place.run(f"rm -rf -- {rewards}")).exit:
             return TrialVerdict(why="the reward files of before cannot be removed")
@@ -211,14 +212,14 @@ class HarborTrial:
             resolved(file.env, self.task.name),
         )
         output = await self._read(place, _OUTPUT) or b""
-        verdict = await self._rewards(place)
+        verdict = await self._read_rewards(place)
         if not verdict.rewards:
             await place.run("true")  # raises if the machine has been lost, which is no verdict
         if done.ended_by != "itself":
             verdict = TrialVerdict(why=f"the verifier was killed by its limit of {done.ended_by}")
         return TrialVerdict(verdict.rewards, verdict.why, output.decode(errors="replace")[-2000:])
 
-    async def _rewards(self, place: _Place) -> TrialVerdict:
+    async def _read_rewards(self, place: _Place) -> TrialVerdict:
         for path in _REWARD_FILES:
             content = await self._read(place, path)
             if content is not None:
@@ -238,25 +239,29 @@ class HarborTrial:
         archive = await asyncio.to_thread(archive_of_folder, folder)
         await place.sandbox.upload(archive, place.at(target))
 
-    def _artifacts(self, agents: _Place) -> list[Artifact]:
+    def _list_artifacts(self, agents: _Place) -> list[Artifact]:
         sources = [Artifact(source="/logs/artifacts"), *self.task.file.artifacts]
         folder = agents.sandbox.folder.removeprefix(agents.root)
         if self._settings.always_fresh and not any(one.source == folder for one in sources):
             sources.append(Artifact(source=folder))
         return sources
 
-    async def _collected(self, agents: _Place, artifact: Artifact) -> "_Collected":
+    async def _collect(self, agents: _Place, artifact: Artifact) -> "_Collected":
         """An artifact, or nothing of it if it cannot be had."""
         at = agents.at(artifact.source)
         try:
             if (await agents.run(f'[ -d "{at}" ]')).exit == 0:
                 archive = await agents.sandbox.download(at)
-                return _Collected(artifact.source, _without(archive, artifact.exclude), None)
+                return _Collected(
+                    artifact.source, _without_entries(archive, artifact.exclude), None
+                )
             return _Collected(artifact.source, None, await agents.sandbox.read(at, 32 << 20))
         except (OSError, ValueError, tarfile.TarError):
             return _Collected(artifact.source, None, None)
 
-    async def _machine(self, origin: Image | Dockerfile, machine: TaskMachine, user: str) -> _Place:
+    async def _start_machine(
+        self, origin: Image | Dockerfile, machine: TaskMachine, user: str
+    ) -> _Place:
         offers, settings = self._provider.offers, self._settings
         plain = None if offers.images else await asyncio.to_thread(plain_image, origin)
         workdir = machine.workdir or (plain.folder if plain else "")
@@ -323,7 +328,7 @@ class _Collected:
             await place.sandbox.write(at, self.content)
 
 
-def _without(archive: bytes, patterns: list[str]) -> bytes:
+def _without_entries(archive: bytes, patterns: list[str]) -> bytes:
     """The archive without the entries whose names, or parts of them, fit a pattern."""
     if not patterns:
         return archive
