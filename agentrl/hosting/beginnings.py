@@ -86,7 +86,8 @@ class Beginning:
         history, earned = [*(info.get("history") or ())], 0.0
         role = "user"
         for number, turn in enumerate(self.turns):
-            history += [{"role": role, "content": observation}, turn.message or _said(turn.answer)]
+            answer = turn.message or {"role": "assistant", "content": turn.answer}
+            history += [{"role": role, "content": observation}, answer]
             observation, reward, terminated, truncated, info = await step(turn.answer)
             if terminated or truncated:
                 raise ReplayError(
@@ -120,10 +121,6 @@ def _given_turn(written: Any) -> GivenTurn:
         f"the option {BEGIN!r} of a task has the entry {written!r:.200}: write"
         " {answer: TEXT, reply: TEXT}, of which the reply may be left out"
     )
-
-
-def _said(answer: str) -> Mapping[str, Any]:
-    return {"role": "assistant", "content": answer}
 
 
 def _check_text(info: Mapping[str, Any], where: str) -> None:

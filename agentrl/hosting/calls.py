@@ -24,28 +24,29 @@ class KeepsCalls(Wrapper):
 
     def __init__(self, env: Env) -> None:
         super().__init__(env)
-        self._last: object = None
+        self._last_list: object = None
 
     def restore(self, state: bytes) -> None | Awaitable[None]:
         """Go back to a state, whose last step has told its calls already."""
         restoring = super().restore(state)
         if restoring is not None:
-            return self._after(restoring)
-        self._last = getattr(self.env, CALLS, None)
+            return self._restore_later(restoring)
+        self._last_list = getattr(self.env, CALLS, None)
         return None
 
-    async def _after(self, restoring: Awaitable[None]) -> None:
+    async def _restore_later(self, restoring: Awaitable[None]) -> None:
         await restoring
-        self._last = getattr(self.env, CALLS, None)
+        self._last_list = getattr(self.env, CALLS, None)
 
     def stepped(self, result: StepResult) -> StepResult:
         """The result with the calls of the step. A malformed one is left for the host to refuse."""
         made: Any = getattr(self.env, CALLS, None)
         if made is None or len(result) != 5 or not isinstance(result[-1], Mapping):
             return result
-        # A wrapper may answer without a step of the environment.
-        new = made if made is not self._last else ()
-        self._last = made
+        # A wrapper may answer without a step of the environment, whose calls are then the old ones:
+        # an environment makes a new list for each step.
+        new = made if made is not self._last_list else ()
+        self._last_list = made
         return (*result[:-1], {**result[-1], CALLS: [_as_json(call) for call in new]})
 
 

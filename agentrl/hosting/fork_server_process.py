@@ -58,10 +58,10 @@ def run_fork_server(control: int, lifeline: int, rest_of_path: Sequence[str]) ->
             calls.send_bytes(str(answer).encode())
         calls.close()
         os.close(lifeline)
-    _become_a_worker({**request, "path": [*request["path"], *rest_of_path]}, *fds)
+    _become_worker({**request, "path": [*request["path"], *rest_of_path]}, *fds)
 
 
-def _become_a_worker(request: Mapping[str, Any], fd: int, lifeline: int, output: int) -> None:
+def _become_worker(request: Mapping[str, Any], fd: int, lifeline: int, output: int) -> None:
     os.setpgid(0, 0)  # the parent does the same; whichever comes first
     _die_with_the_driver(lifeline)
     for inherited in (fd, lifeline):
@@ -92,10 +92,10 @@ def _die_with_the_driver(lifeline: int) -> None:
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     else:
-        threading.Thread(target=_wait_for_the_end, args=(lifeline,), daemon=True).start()
+        threading.Thread(target=_kill_at_driver_end, args=(lifeline,), daemon=True).start()
 
 
-def _wait_for_the_end(lifeline: int) -> NoReturn:
+def _kill_at_driver_end(lifeline: int) -> NoReturn:
     os.read(lifeline, 1)
     os.killpg(os.getpgrp(), signal.SIGKILL)
     raise SystemExit

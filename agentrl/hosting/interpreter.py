@@ -89,6 +89,7 @@ def agentrl_alone() -> Path:
         info.mkdir()
         for name, text in files.items():
             (info / name).write_text(text)
+        # Renaming is atomic, so other processes find the folder whole or not at all.
         with suppress(OSError):  # another process was faster
             unfinished.rename(folder)
         shutil.rmtree(unfinished, ignore_errors=True)

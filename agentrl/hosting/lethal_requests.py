@@ -18,13 +18,6 @@ _suspicions: WeakKeyDictionary[asyncio.AbstractEventLoop, Suspicion] = WeakKeyDi
 warning to all that come after it, so no environment can own this."""
 
 
-def _suspicion() -> Suspicion:
-    """The requests that processes may have died of, for all environments of this event loop."""
-    return _suspicions.setdefault(
-        asyncio.get_running_loop(), Suspicion(LethalTaskError, "processes of the environment")
-    )
-
-
 class LethalRequests:
     """The requests of an episode: its reset, and each step with all before it.
 
@@ -48,10 +41,8 @@ class LethalRequests:
             LethalTaskError: processes have died of this task.
             EnvError: the environment failed.
         """
-        self._task, self._steps = (
-            f"the task of seed {seed} with the options {dict(options)!r:.200}",
-            0,
-        )
+        self._task = f"the task of seed {seed} with the options {dict(options)!r:.200}"
+        self._steps = 0
         self._said = to_json([self._env, seed, options], fallback=repr)
         return await self._ask(self._task, answer)
 
@@ -67,7 +58,10 @@ class LethalRequests:
         return await self._ask(f"step {self._steps} of {self._task}", answer)
 
     async def _ask(self, name: str, answer: Callable[[], Awaitable[T]]) -> T:
-        suspicion, said = _suspicion(), self._said
+        said = self._said
+        suspicion = _suspicions.setdefault(
+            asyncio.get_running_loop(), Suspicion(LethalTaskError, "processes of the environment")
+        )
         suspect = suspicion.suspect(name, lambda: said)
         suspicion.check(suspect)
         try:

@@ -61,12 +61,10 @@ def images_taken(
             f"{where} gave info[{IMAGES!r}] as {written!r:.80}: write a list of at most"
             f" {MOST_IMAGES} pictures in base64"
         )
-    images = tuple(_read(f"{where}: picture {number}", one) for number, one in enumerate(written))
-    return images, {key: value for key, value in info.items() if key != IMAGES}
-
-
-def _read(where: str, written: Any) -> EncodedImage:
-    try:
-        return EncodedImage.from_base64(written)
-    except ImageError as error:
-        raise EnvError(f"{where}: {error}") from error
+    images = []
+    for number, one in enumerate(written):
+        try:
+            images.append(EncodedImage.from_base64(one))
+        except ImageError as error:
+            raise EnvError(f"{where}: picture {number}: {error}") from error
+    return tuple(images), {key: value for key, value in info.items() if key != IMAGES}

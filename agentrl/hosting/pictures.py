@@ -45,16 +45,14 @@ class Pictured(Wrapper):
         return observation, reward, terminated, truncated, self._with_picture(info)
 
     def _with_picture(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        return {**info, PICTURE: self._drawn()}
-
-    def _drawn(self) -> str:
         try:
             picture: object = self.env.render_html()  # type: ignore[attr-defined]
         except RAISED_BY_CODE as error:
-            return f"<p>render_html raised {escape(repr(error))}</p>"
-        if isinstance(picture, str):
-            return picture.encode("utf-8", "replace").decode()
-        return f"<p>render_html returned {escape(type(picture).__name__)}, and no text</p>"
+            picture = f"<p>render_html raised {escape(repr(error))}</p>"
+        if not isinstance(picture, str):
+            picture = f"<p>render_html returned {escape(type(picture).__name__)}, and no text</p>"
+        # Half of a surrogate pair cannot be stored.
+        return {**info, PICTURE: picture.encode("utf-8", "replace").decode()}
 
 
 def _is_whole(result: tuple[Any, ...], length: int) -> bool:

@@ -68,10 +68,10 @@ class _Hosted:
                 runner.get_loop().call_soon(note_played)
             result = self._call(call, request)
             if inspect.isawaitable(result):
-                result = runner.run(_awaited(result))
+                result = runner.run(_await_result(result))
             result = as_result(result)
             answer: dict[str, Any] = (
-                {"tuple": result} if isinstance(result, tuple) else {"text": _text(result)}
+                {"tuple": result} if isinstance(result, tuple) else {"text": _result_text(result)}
             )
             if call == "check":
                 answer["preload"] = self._preload
@@ -81,7 +81,7 @@ class _Hosted:
                 answer["tools"] = list(tools_of(self._env))
             return json.dumps(answer, default=_plain).encode()
         except (Exception, asyncio.CancelledError) as error:
-            kind = _kind_of(error)
+            kind = _error_kind(error)
             text = text_of(error) if kind else describe(error)
             return json.dumps({"error": text, "kind": kind}).encode()
         except SystemExit as leaving:
@@ -120,18 +120,18 @@ class _Hosted:
         return player(unwrapped_env(env), rng)
 
 
-def _kind_of(error: BaseException) -> str:
+def _error_kind(error: BaseException) -> str:
     """What the driver raises, if not a plain `EnvError`."""
     if isinstance(error, OutageError):
         return "outage"
     return "config" if isinstance(error, ConfigError) else ""
 
 
-async def _awaited(awaitable: Any) -> Any:
+async def _await_result(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _text(value: Any) -> str:
+def _result_text(value: Any) -> str:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return value if isinstance(value, str) else f"{value!r:.200}"

@@ -35,7 +35,7 @@ def checked_reset(name: str, reply: Any) -> ResetResult:
             f"{name}.reset must return (observation: str, info: dict), got {reply!r:.200}"
         )
     observation, info = reply
-    return _text(f"{name}.reset", observation), _info(f"{name}.reset", info)
+    return _checked_text(f"{name}.reset", observation), _checked_info(f"{name}.reset", info)
 
 
 def checked_step(name: str, reply: Any) -> StepResult:
@@ -66,11 +66,11 @@ def checked_step(name: str, reply: Any) -> StepResult:
                 " `bool(...)`"
             )
     return (
-        _text(step, observation),
+        _checked_text(step, observation),
         float(reward),
         terminated,
         truncated,
-        _info(step, info),
+        _checked_info(step, info),
     )
 
 
@@ -96,7 +96,7 @@ def checked_tools(name: str, tools: Any) -> tuple[dict[str, Any], ...]:
     """
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
         raise EnvError(f"{name}.tools is {tools!r:.80}; write a sequence of JSON schemas")
-    return tuple(_info(f"{name}.tools", tool) for tool in tools)
+    return tuple(_checked_info(f"{name}.tools", tool) for tool in tools)
 
 
 def checked_prompt(name: str, prompt: Any) -> str:
@@ -105,10 +105,10 @@ def checked_prompt(name: str, prompt: Any) -> str:
     Raises:
         EnvError: it is no text.
     """
-    return _text(f"{name}.system_prompt", str(prompt or ""))
+    return _checked_text(f"{name}.system_prompt", str(prompt or ""))
 
 
-def _text(where: str, observation: Any) -> str:
+def _checked_text(where: str, observation: Any) -> str:
     if not isinstance(observation, str):
         if _holds_image(observation):
             raise EnvError(
@@ -117,7 +117,7 @@ def _text(where: str, observation: Any) -> str:
             )
         raise EnvError(f"{where} gave {observation!r:.80} for a text; write a str")
     _check_encodes(f"{where} gave a text", observation)
-    return _bare(observation)
+    return _as_plain_str(observation)
 
 
 def _scalar(value: Any) -> Any:
@@ -125,7 +125,7 @@ def _scalar(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _bare(text: str) -> str:
+def _as_plain_str(text: str) -> str:
     """A text without its subclass. A template would write a member of a `StrEnum` by its name, and
     JSON, which leaves a process, by its value.
     """
@@ -158,21 +158,21 @@ def _check_encodes(what: str, text: str) -> None:
         ) from error
 
 
-def _info(where: str, info: Any) -> dict[str, Any]:
+def _checked_info(where: str, info: Any) -> dict[str, Any]:
     if not isinstance(info, Mapping):
         raise EnvError(
             f"{where} returned the info {info!r:.80}; return a dict with text keys, `{{}}` for"
             " nothing"
         )
     plain = {
-        _key(where, key, "info"): _plain(where, value, f"info[{key!r}]")
+        _key(where, key, "info"): _to_json_value(where, value, f"info[{key!r}]")
         for key, value in info.items()
     }
     images_taken(where, plain)
     return plain
 
 
-def _plain(where: str, value: Any, path: str) -> Any:
+def _to_json_value(where: str, value: Any, path: str) -> Any:
     """A value of the info in types that JSON has; scalars and arrays of NumPy and torch become
     numbers and lists.
     """
@@ -185,16 +185,16 @@ def _plain(where: str, value: Any, path: str) -> Any:
         return value
     if isinstance(value, str):
         _check_encodes(f"{where} returned {path}", value)
-        return _bare(value)
+        return _as_plain_str(value)
     if isinstance(value, Mapping):
         return {
-            _key(where, key, path): _plain(where, one, f"{path}[{key!r}]")
+            _key(where, key, path): _to_json_value(where, one, f"{path}[{key!r}]")
             for key, one in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_plain(where, one, f"{path}[{number}]") for number, one in enumerate(value)]
+        return [_to_json_value(where, one, f"{path}[{number}]") for number, one in enumerate(value)]
     if (bare := _scalar(value)) is not value:
-        return _plain(where, bare, path)
+        return _to_json_value(where, bare, path)
     if isinstance(value, Real):  # a fraction
         return float(value)
     raise EnvError(
@@ -213,4 +213,4 @@ def _key(where: str, key: Any, path: str) -> str:
             " texts"
         )
     _check_encodes(f"{where} returned {path} with a key", key)
-    return _bare(key)
+    return _as_plain_str(key)

@@ -53,13 +53,13 @@ class ReplaysActions(Wrapper):
 
     def began(self, result: ResetResult) -> ResetResult:
         """The same result, which is kept as a hash."""
-        return self._keep(result)
+        return self._hash_reply(result)
 
     def stepped(self, result: StepResult) -> StepResult:
         """The same result, which is kept as a hash."""
-        return self._keep(result)
+        return self._hash_reply(result)
 
-    def _keep(self, result: _Result) -> _Result:
+    def _hash_reply(self, result: _Result) -> _Result:
         info = result[-1]
         seen = info.get(IMAGES) if isinstance(info, Mapping) else None
         self._replies.update(repr((result[:-1], seen)).encode(errors="replace"))
@@ -92,12 +92,13 @@ class ReplaysActions(Wrapper):
         """Play the actions that have led to a state.
 
         Raises:
-            EnvError: the replies are not those of then.
+            EnvError: the replies differ from the recorded ones.
         """
         replaying = self._replay(json.loads(state))
         methods = (layer for env in _layers(self.env) for layer in (env.reset, env.step))
         if any(map(inspect.iscoroutinefunction, methods)):
             return replaying
+        # All methods are sync, so the coroutine never waits, and one `send` runs it to its end.
         try:
             replaying.send(None)
         except StopIteration:

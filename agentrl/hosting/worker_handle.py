@@ -50,13 +50,18 @@ class WorkerHandle:
     def signal_group(self) -> None:
         # The fork server reaps the process only on request; until then no other process can get its
         # id.
-        if self._end.alive:
+        if self._end.alive:  # else another process may have the id by now
             _kill_group(self.pid)
 
     def end(self) -> str:
         """Kill, reap and clean up; return how the process ended, by itself or by this kill."""
         status = self._end()
-        return "is gone" if status is None else _how_it_ended(os.waitstatus_to_exitcode(status))
+        if status is None:
+            return "is gone"
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit status {code}"
 
     def forget_old_output(self) -> None:
         path = self._folder / "output"
@@ -94,9 +99,3 @@ def _clean_up(connection: Connection, lifeline: int, folder: Path) -> None:
 def _kill_group(pid: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def _how_it_ended(status: int) -> str:
-    if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
-    return f"ended with exit status {status}"

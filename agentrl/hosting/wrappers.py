@@ -87,11 +87,11 @@ class Wrapper:
         self, *, seed: int, options: Mapping[str, Any]
     ) -> ResetResult | Awaitable[ResetResult]:
         """Reset the inner environment. Pictures that it shows are in the info then."""
-        return _then(self.env.reset(seed=seed, options=options), self.began)
+        return _with_change(self.env.reset(seed=seed, options=options), self.began)
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
         """Step the inner environment."""
-        return _then(self.env.step(action), self.stepped)
+        return _with_change(self.env.step(action), self.stepped)
 
     def close(self) -> None | Awaitable[None]:
         """Close the inner environment."""
@@ -100,7 +100,7 @@ class Wrapper:
     def snapshot(self) -> bytes | Awaitable[bytes]:
         """The state of this wrapper and of the inner environment."""
         state = call_snapshot(self.env)
-        return self._packed_later(state) if inspect.isawaitable(state) else self._packed(state)
+        return self._pack_later(state) if inspect.isawaitable(state) else self._pack(state)
 
     def restore(self, state: bytes) -> None | Awaitable[None]:
         """Go back to a state of both."""
@@ -109,12 +109,12 @@ class Wrapper:
         restoring: None | Awaitable[None] = call_restore(self.env, of_inner)
         return restoring
 
-    def _packed(self, inner: bytes) -> bytes:
+    def _pack(self, inner: bytes) -> bytes:
         own = {name: value for name, value in self.__dict__.items() if name != "env"}
         return pickle.dumps((own, inner))
 
-    async def _packed_later(self, inner: Awaitable[bytes]) -> bytes:
-        return self._packed(await inner)
+    async def _pack_later(self, inner: Awaitable[bytes]) -> bytes:
+        return self._pack(await inner)
 
     def began(self, result: ResetResult) -> ResetResult:
         """The result of the reset, in place of the inner environment's `result`."""
@@ -255,7 +255,7 @@ class Instructions(Wrapper):
     @property
     def system_prompt(self) -> str:
         """The system message, which takes the place of the inner environment's."""
-        return self._said(str(system_prompt_of(self.env) or ""))
+        return self._compose(str(system_prompt_of(self.env) or ""))
 
     def began(self, result: ResetResult) -> ResetResult:
         """Change each agent's system prompt too."""
@@ -265,10 +265,10 @@ class Instructions(Wrapper):
             return result
         return observation, {
             **info,
-            "system_prompts": {agent: self._said(prompts[agent]) for agent in prompts},
+            "system_prompts": {agent: self._compose(prompts[agent]) for agent in prompts},
         }
 
-    def _said(self, inner: str) -> str:
+    def _compose(self, inner: str) -> str:
         prompt = inner if self._config.system_prompt is None else self._config.system_prompt
         return "\n\n".join(filter(None, (prompt, self._config.rules)))
 
@@ -377,7 +377,7 @@ def scheme(rest: str) -> Callable[[], Env]:
     return Wrapped(name, json.dumps(wrappers))
 
 
-def _then(reply: Any, change: Callable[[_Result], _Result]) -> _Result | Awaitable[_Result]:
+def _with_change(reply: Any, change: Callable[[_Result], _Result]) -> _Result | Awaitable[_Result]:
     """Apply `change` to the reply of a method, which is awaited first if it is an awaitable."""
     if isinstance(reply, tuple):
         return change(as_result(reply))

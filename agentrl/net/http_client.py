@@ -75,9 +75,8 @@ class _Transport(httpx.AsyncBaseTransport):
         """Send a request."""
         try:
             return await self._transport.handle_async_request(request)
-        except (
-            aiohttp.ClientError
-        ) as error:  # what the package leaves as it is: an answer that is no HTTP
+        except aiohttp.ClientError as error:
+            # The package translates all others; this is an answer that is no HTTP.
             raise httpx.RemoteProtocolError(str(error), request=request) from error
 
     async def aclose(self) -> None:

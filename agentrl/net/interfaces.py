@@ -27,7 +27,8 @@ def meet_other_machines() -> None:
     By default gloo uses the interface of this machine's name, which in many containers, and on
     Debian, is an address that other machines cannot reach. A choice of the user is kept.
     """
-    interface = _interface_of(own_address())
+    reached_by = own_address()
+    interface = next((name for name, address in _addresses() if address == reached_by), None)
     if interface is not None:
         _use_interface(interface)
 
@@ -44,15 +45,12 @@ def own_address() -> str:
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
+            # Connecting a datagram socket only chooses a route, and with it the own address.
             probe.connect(("10.255.255.255", 1))
         except OSError:
             return next((address for _, address in _addresses()), LOOPBACK)
         address: str = probe.getsockname()[0]
         return address
-
-
-def _interface_of(address: str) -> str | None:
-    return next((name for name, own in _addresses() if own == address), None)
 
 
 def _addresses() -> Iterator[tuple[str, str]]:

@@ -25,7 +25,7 @@ from agentrl.net.pickled import Pickled
 
 _COUNT = struct.Struct("!I")
 _SIZE_BYTES = 8
-_AREA_BYTES = 1 << 16
+_BUFFER_BYTES = 1 << 16
 """Most that is read at once of frames whose sizes are not known. The beginning of a frame fits."""
 _TOKEN_BYTES = 32
 _RANK_BYTES = 4
@@ -68,7 +68,7 @@ class _Frame:
         """What is to be filled next, in place; empty when the frame has arrived."""
 
     def fill(self, received: memoryview) -> int:
-        """Copy what it lacks; returns how much that is."""
+        """Copy received bytes into the missing parts; returns how many were used."""
         taken = 0
         while self.missing and taken < len(received):
             size = min(len(self.missing), len(received) - taken)
@@ -93,7 +93,7 @@ class MessageLink(asyncio.BufferedProtocol):
     def __init__(self, take: Callable[[Any], object]) -> None:
         self._take = take
         self._transport: asyncio.Transport | None = None
-        self._area = memoryview(bytearray(_AREA_BYTES))
+        self._area = memoryview(bytearray(_BUFFER_BYTES))
         self._filled = 0
         self._frame: _Frame | None = None
         self._outbox: list[Any] = []
@@ -143,7 +143,8 @@ class MessageLink(asyncio.BufferedProtocol):
             if begin > stop:
                 break
             sizes = struct.unpack_from(f"!{count}Q", received, read + _COUNT.size)
-            if count == 1 and begin + sizes[0] <= stop:  # most are small and whole
+            if count == 1 and begin + sizes[0] <= stop:
+                # Most frames are small and whole, and are read without a copy.
                 read = begin + sizes[0]
                 self._deliver([received[begin:read]])
                 continue
@@ -195,7 +196,8 @@ class _Entrance(MessageLink):
         super().__init__(lambda message: None)
         self._token, self._admit = token, admit
         self._admitted = False
-        self._patience = self._loop.call_later(CONNECT_SECONDS, self._refuse)
+        # Whoever shows no token in time is disconnected.
+        self._deadline = self._loop.call_later(CONNECT_SECONDS, self._refuse)
 
     def _read(self, received: memoryview) -> int:
         if self._admitted:
@@ -206,13 +208,13 @@ class _Entrance(MessageLink):
         if not hmac.compare_digest(received[:_TOKEN_BYTES], self._token):
             self._refuse()
             return len(received)
-        self._patience.cancel()
+        self._deadline.cancel()
         self._admitted = True
         self._take = self._admit(int.from_bytes(received[_TOKEN_BYTES:begin]), self)
         return begin + super()._read(received[begin:])
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._patience.cancel()
+        self._deadline.cancel()
         super().connection_lost(error)
 
     def _refuse(self) -> None:

@@ -52,7 +52,7 @@ class TokenUsage(BaseModel):
     prompt_tokens_details: PromptTokenDetails | None = None
 
 
-def _usage(value: Any, read: ValidatorFunctionWrapHandler) -> TokenUsage:
+def _usage_or_nothing(value: Any, read: ValidatorFunctionWrapHandler) -> TokenUsage:
     try:
         usage: TokenUsage = read(value)
     except ValidationError:
@@ -60,7 +60,7 @@ def _usage(value: Any, read: ValidatorFunctionWrapHandler) -> TokenUsage:
     return usage
 
 
-Usage = Annotated[TokenUsage, WrapValidator(_usage)]
+Usage = Annotated[TokenUsage, WrapValidator(_usage_or_nothing)]
 """What a server says that an answer has used. An answer counts whatever that is: what makes no
 sense (null, less than nothing) is nothing.
 """

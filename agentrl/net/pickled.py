@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 _LEAST_BYTES = 1 << 14
 """Smaller buffers are pickled with everything else: to handle one costs as much as to copy it."""
 _MOST_BUFFERS = 1024
-"""So many at most are kept beside what is pickled, the first ones."""
+"""The number of buffers that are kept beside the pickled rest, the first ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,12 @@ class Pickled:
         return pickle.loads(self.rest, buffers=[buffer.toreadonly() for buffer in self.buffers])
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        # As buffers, so that pickling a message that holds this copies none of them.
         parts = [pickle.PickleBuffer(part) for part in (self.rest, *self.buffers)]
-        return _whole, (parts,)
+        return _rebuild, (parts,)
 
 
-def _whole(parts: Iterable[Any]) -> Pickled:
+def _rebuild(parts: Iterable[Any]) -> Pickled:
     rest, *buffers = (memoryview(part) for part in parts)
     return Pickled(rest, buffers)
 

@@ -92,8 +92,8 @@ async def open_at_any(
 
 
 def _seconds_until_retry(asked: float | None, pause: float) -> float:
-    """The time that a full server asks for, if it makes sense: none is asked without pause, and
-    none is left alone for longer than a reset waits for it.
+    """The time that a full server asks for, within bounds: no server is asked without a pause, and
+    none is left alone for longer than a reset waits.
     """
     if asked is None or not asked > 0:  # NaN is no time either
         return pause

@@ -112,7 +112,7 @@ class RemoteEnv:
                 if reply.status in (404, 503):
                     await self.close()
             except UnreachableError:
-                await self.close()  # no episode has begun, so nothing is lost
+                await self.close()  # no episode has begun, so another server can be tried
         if self._lease is None:
             self._lease = await open_at_any(
                 await self._links(),
@@ -138,6 +138,7 @@ class RemoteEnv:
         lease.seq += 1
         action = action.encode(errors="replace").decode()  # half of a surrogate pair cannot be sent
         reply = await self._ask(lease, "step", action=action)
+        # A restarted server has lost its sessions: an outage, and no failure of the environment.
         if reply.status == 404 and lease.link.connections > lease.connections:
             raise UnreachableError(
                 f"{lease.link.url} was gone for a while, and has lost the sessions of before"

@@ -39,8 +39,8 @@ _PAUSE_SECONDS = 0.2
 """Pause before the next attempt to reset: the death of a worker may not have been noticed yet."""
 _IDLE_SECONDS = 1e9
 """Longer than any run."""
-_LOOK_SECONDS = 0.5
-"""How long a worker's call takes that waits for its end. The next call waits as long."""
+_POLL_SECONDS = 0.5
+"""How long each call `serves` waits for the end of a worker's server."""
 _END_SECONDS = 10.0
 """Time for a worker to close its environments, in seconds; then it is killed."""
 _IMPORTS = ("agentrl.remote.env_worker",)
@@ -86,7 +86,7 @@ class EnvWorker:
             isolation=isolation,
             options=options,
             pictures=pictures,
-            on_start=self._take_loop,
+            on_start=self._note_loop,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._server.run, name="env-server", daemon=True)
@@ -107,7 +107,7 @@ class EnvWorker:
             self._listening.wait(0.01)
         return self._server.url
 
-    def _take_loop(self, url: str) -> None:
+    def _note_loop(self, url: str) -> None:
         self._loop = asyncio.get_running_loop()
 
     def note_played(self) -> None:
@@ -226,7 +226,7 @@ class _Pool:
         ]
         self._urls: dict[int, str] = {}
         self._one_lives = asyncio.Event()
-        self._worked = False
+        self._has_served = False
         """A worker has been able to serve: one that dies now is replaced."""
         self._has_begun = False
         """An episode has begun."""
@@ -243,7 +243,7 @@ class _Pool:
         """Record that an episode has begun on a worker: its later death is not due to how it was
         started.
         """
-        self._worked = self._has_begun = True
+        self._has_served = self._has_begun = True
         for rank, address in self._urls.items():
             if address == url:
                 self._supervised[rank].progress()
@@ -259,7 +259,7 @@ class _Pool:
         supervised = self._supervised[rank]
         while True:
             try:
-                if self._worked:
+                if self._has_served:
                     worker = await supervised.start_again(start, WorkerDiedError)
                 else:
                     worker = await start()
@@ -267,26 +267,26 @@ class _Pool:
                     await self._serve(worker, rank)
                 except asyncio.CancelledError:
                     with suppress(WorkerDiedError, TimeoutError):
-                        async with asyncio.timeout(_LOOK_SECONDS + _END_SECONDS):
+                        async with asyncio.timeout(_POLL_SECONDS + _END_SECONDS):
                             await worker.call("end")
                     raise
                 finally:
                     await worker.stop()
             except WorkerDiedError as error:
-                if not self._worked and supervised.restarts == _FIRST_ATTEMPTS - 1:
+                if not self._has_served and supervised.restarts == _FIRST_ATTEMPTS - 1:
                     raise
                 await supervised.recover(error, partial(_give_up, rank, error))
 
     async def _serve(self, worker: Worker, rank: int) -> None:
         async with start_deadline(f"the server of env {rank}", PLACE_SECONDS):
             url = await worker.call("open")
-            knows = await self._tell(worker)
+            knows = await self._tell_played(worker)
         self._urls[rank] = url
         self._one_lives.set()
-        self._worked |= self._endless
+        self._has_served |= self._endless
         try:
-            while await worker.call("serves", _LOOK_SECONDS):
-                knows = knows or await self._tell(worker)
+            while await worker.call("serves", _POLL_SECONDS):
+                knows = knows or await self._tell_played(worker)
             raise WorkerDiedError("env", rank, "its server ended")
         finally:
             # A machine that vanished does not close its connections.
@@ -294,9 +294,9 @@ class _Pool:
             if not self._urls:
                 self._one_lives.clear()
 
-    async def _tell(self, worker: Worker) -> bool:
-        """Tell a worker that an episode has begun, if one has: what cannot be opened from now on is
-        away for a while, and not wrong.
+    async def _tell_played(self, worker: Worker) -> bool:
+        """Tell a worker that an episode has begun, if one has. From then on, what it cannot open
+        counts as an outage, and no longer as a wrong setting.
         """
         if self._has_begun:
             await worker.call("note_played")

@@ -35,17 +35,21 @@ def idle_timeout(seconds: float) -> type[asyncio.Protocol]:
             super().connection_made(transport)
             self.app_state = {**self.app_state, "transport": transport}
             self._unparsed = 0
-            self._seen: Any = None
-            self.loop.call_later(seconds, self._look)
+            self._last_cycle: Any = None
+            self.loop.call_later(seconds, self._close_if_idle)
 
-        def _look(self) -> None:
+        def _close_if_idle(self) -> None:
             if self.transport.is_closing() or self.transport.get_protocol() is not self:
                 return  # the connection has ended, or is a WebSocket now
-            if self.cycle is self._seen and (self.cycle is None or self.cycle.response_complete):
+            # A cycle is one request with its answer. If it is the same as at the last look, and has
+            # been answered, no whole request has come since.
+            if self.cycle is self._last_cycle and (
+                self.cycle is None or self.cycle.response_complete
+            ):
                 self.transport.close()
                 return
-            self._seen = self.cycle
-            self.loop.call_later(seconds, self._look)
+            self._last_cycle = self.cycle
+            self.loop.call_later(seconds, self._close_if_idle)
 
         def data_received(self, data: bytes) -> None:
             self._unparsed += len(data)
@@ -142,7 +146,7 @@ class RequestGate:
                     scope, receive, send, 413, f"the body is longer than {self._max} bytes"
                 )
                 return
-            receive = _again(body, receive)
+            receive = _receive_again(body, receive)
         await self._app(scope, receive, send)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
@@ -191,7 +195,7 @@ def _is_address(host: bytes) -> bool:
     return True
 
 
-def _again(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
+def _receive_again(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
     """A `receive` that returns the body that was read, and then the messages that follow."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

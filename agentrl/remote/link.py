@@ -91,7 +91,7 @@ class Link(Loaded):
         try:
             for _ in range(2):
                 try:
-                    reply = await (await self._await_line()).ask(number, message, self.max_bytes)
+                    reply = await (await self._get_line()).ask(number, message, self.max_bytes)
                 except LostConnectionError as error:
                     lost = str(error)
                 else:
@@ -147,7 +147,7 @@ class Link(Loaded):
         if self._line is not None:
             self._line.abort()
 
-    async def _await_line(self) -> "Line":
+    async def _get_line(self) -> "Line":
         if self._line is not None and self._line.is_open:
             return self._line
         async with self._connecting:
@@ -176,20 +176,17 @@ class Link(Loaded):
             and (self._reopening is None or self._reopening.done())
         ):
             self._reopening = ended.get_loop().create_task(
-                self._opened_again(), name=f"reopen {self.url}"
+                self._retry_line(), name=f"reopen {self.url}"
             )
 
-    async def _opened_again(self) -> None:
+    async def _retry_line(self) -> None:
         until, pause = now() + self.reconnect_seconds, 0.05
         while self.sessions and now() < until:
             try:
-                await self._await_line()
+                await self._get_line()
                 return
-            except (
-                LostConnectionError,
-                ConfigError,
-            ):
-                # the next request tries again, and says what is wrong
+            except (LostConnectionError, ConfigError):
+                # Nobody waits for this task: the next request tries again, and raises.
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 5.0)
 

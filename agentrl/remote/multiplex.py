@@ -58,25 +58,22 @@ class Multiplexed:
     async def serve(self) -> None:
         """Answer requests until the client disconnects."""
         await self._websocket.accept()
-        with self._sessions.connected(self._name):
-            await self._converse()
-
-    async def _converse(self) -> None:
-        while (message := await self._client.receive()) is not None:
-            try:
-                frames = FRAMES.validate_json(message)
-            except ValidationError as error:
-                await self._admit()
-                self._send(self._refusal_frame(None, Refusal(422, str(error)[:_LONGEST_DETAIL])))
-                continue
-            for frame in frames:
-                await self._admit()
-                if not isinstance(frame, OpenFrame) and self._sessions.answers_at_once(
-                    frame.session
-                ):
-                    await self._answer(frame)
-                else:
-                    self._flow.start(self._answer(frame), name=frame.op)
+        sessions = self._sessions
+        with sessions.connected(self._name):
+            while (message := await self._client.receive()) is not None:
+                try:
+                    frames = FRAMES.validate_json(message)
+                except ValidationError as error:
+                    refusal = Refusal(422, str(error)[:_LONGEST_DETAIL])
+                    await self._admit()
+                    self._send(self._refusal_frame(None, refusal))
+                    continue
+                for frame in frames:
+                    await self._admit()
+                    if not isinstance(frame, OpenFrame) and sessions.answers_at_once(frame.session):
+                        await self._answer(frame)  # a task would cost more than the call
+                    else:
+                        self._flow.start(self._answer(frame), name=frame.op)
 
     async def _admit(self) -> None:
         await self._room.acquire()
@@ -85,7 +82,7 @@ class Multiplexed:
     async def _answer(self, frame: Frame) -> None:
         try:
             answer = to_json(
-                {"id": frame.id, "status": 200, "body": await self._do(frame)},
+                {"id": frame.id, "status": 200, "body": await self._dispatch(frame)},
                 inf_nan_mode="constants",
             )
         except Refusal as refusal:
@@ -95,7 +92,7 @@ class Multiplexed:
             answer = self._refusal_frame(frame.id, Refusal(500, repr(error)))
         self._send(answer)
 
-    async def _do(
+    async def _dispatch(
         self, frame: Frame
     ) -> Opened | Began | Stepped | Saved | Restored | dict[str, Any]:
         if isinstance(frame, OpenFrame):

@@ -85,15 +85,15 @@ STATUSES = {
 """
 
 
-def _whole(value: Any) -> Any:
+def _as_integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole), Field(strict=True)]
+Whole = Annotated[int, BeforeValidator(_as_integer), Field(strict=True)]
 """An integer as defined by JSON Schema: 7 and 7.0, but not true or "7"."""
 
 
-def _written(text: str) -> str:
+def _checked_text(text: str) -> str:
     if not text.isascii():
         try:
             text.encode()
@@ -102,11 +102,11 @@ def _written(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_written)]
+Text = Annotated[str, AfterValidator(_checked_text)]
 """A text that can be sent on, which one of JSON's escapes may not be: "\\ud83d" alone."""
 
 
-def _kept(options: dict[str, Any]) -> dict[str, Any]:
+def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
     check_plain(options)
     return options
 
@@ -121,7 +121,7 @@ class Reset(_Message):
     seq: Whole = Field(ge=1)
     """One more than the `seq` of the session's last reset or step."""
     seed: Whole = Field(ge=0)
-    options: Annotated[dict[str, Any], AfterValidator(_kept)] = {}
+    options: Annotated[dict[str, Any], AfterValidator(_checked_options)] = {}
     """A value that a config can hold too: no NaN, no infinity."""
 
 

@@ -169,11 +169,10 @@ def create_app(
     return app
 
 
-_MOST_FINDINGS = 10
-"""What is wrong with a body, of which a refusal says so much: a body may be wrong in all its parts.
-"""
+_MAX_FAULTS = 10
+"""The number of faults that a refusal lists: a body may be wrong in all its parts."""
 
-_OF_CALLS = (404, 409, 410, 422, 500, 502, 504)
+_CALL_STATUSES = (404, 409, 410, 422, 500, 502, 504)
 """Statuses that any call of a session may have."""
 
 
@@ -190,7 +189,7 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     @app.post(
         "/sessions/{session}/reset",
         operation_id="reset_session",
-        responses=_refusals(*_OF_CALLS, 424, 503),
+        responses=_refusals(*_CALL_STATUSES, 424, 503),
     )
     async def reset(session: str, request: Reset) -> Began:
         return await sessions.reset(session, request)
@@ -198,7 +197,7 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     @app.post(
         "/sessions/{session}/step",
         operation_id="step_session",
-        responses=_refusals(*_OF_CALLS),
+        responses=_refusals(*_CALL_STATUSES),
     )
     async def step(session: str, request: Step) -> Stepped:
         return await sessions.step(session, request)
@@ -206,7 +205,7 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     @app.post(
         "/sessions/{session}/snapshot",
         operation_id="snapshot_session",
-        responses=_refusals(*_OF_CALLS),
+        responses=_refusals(*_CALL_STATUSES),
     )
     async def snapshot(session: str, request: SaveState) -> Saved:
         return await sessions.snapshot(session, request)
@@ -214,7 +213,7 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     @app.post(
         "/sessions/{session}/restore",
         operation_id="restore_session",
-        responses=_refusals(*_OF_CALLS, 503),
+        responses=_refusals(*_CALL_STATUSES, 503),
     )
     async def restore(session: str, request: RestoreState) -> Restored:
         return await sessions.restore(session, request)
@@ -263,7 +262,7 @@ def _add_refusals(app: FastAPI, sessions: Sessions) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def refuse_shape(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[:_MOST_FINDINGS]
+        first = error.errors()[:_MAX_FAULTS]
         return say(
             422, "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in first)
         )

@@ -414,15 +414,14 @@ class Sessions:
         del self._sessions[session.id]
         self.metrics.sessions.set(len(self._sessions))
         if session.lock.locked():
-            session.env.broken = (
-                True  # a call is running or has failed, so this instance must not be reused
-            )
+            # A call is running or has failed, so this instance must not be reused.
+            session.env.broken = True
         await self._host.release(self._name, session.env)
 
 
 class _Seal:
-    """Marks the states that this server has given, as it may run whatever is in one: a state of
-    anybody else is refused.
+    """Authenticates the states that this server has given. Restoring one may run code in it (it may
+    be a pickle), so a state of anybody else is refused.
     """
 
     def __init__(self) -> None:
@@ -433,7 +432,7 @@ class _Seal:
         return base64.b64encode(self._mark(state) + state).decode()
 
     def open(self, text: str) -> bytes:
-        """The state of such a text.
+        """The state in a text that `close` has made.
 
         Raises:
             Refusal: it has not been made here.

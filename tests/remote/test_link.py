@@ -365,7 +365,7 @@ def test_who_waits_for_a_server_that_is_gone_is_told_at_once_and_its_address_can
                 there = link.link_to(url, None)
                 await asyncio.sleep(0)
                 if connected:
-                    await there._await_line()
+                    await there._get_line()
                 link.end_link(url, None)
             assert there.sessions == 0
             with pytest.raises(EnvError, match="its server is gone"):

@@ -109,7 +109,14 @@ class OpenEnv:
             with contextlib.suppress(LostError, FullError):
                 return await self._begin(self._socket, data)
         await self.close()
-        return await self._begin_anywhere(data)
+        servers = [server_at(url, self._token) for url in self._urls]
+        return await open_at_any(
+            servers,
+            partial(self._begin_at, data),
+            kind="OpenEnv server",
+            kind_when_full="OpenEnv servers",
+            waiting=partial(waiting_at, servers),
+        )
 
     async def step(self, action: str) -> StepResult:
         """Send the model's message or, with tools, each of its calls until one ends the episode.
@@ -141,16 +148,6 @@ class OpenEnv:
         if socket is not None:
             await socket.close()
 
-    async def _begin_anywhere(self, data: Mapping[str, Any]) -> ResetResult:
-        servers = [server_at(url, self._token) for url in self._urls]
-        return await open_at_any(
-            servers,
-            partial(self._begin_at, data),
-            kind="OpenEnv server",
-            kind_when_full="OpenEnv servers",
-            waiting=partial(waiting_at, servers),
-        )
-
     async def _begin_at(self, data: Mapping[str, Any], server: Server) -> ResetResult:
         try:
             self._socket = await Socket.open(server, self._client)
@@ -171,7 +168,7 @@ class OpenEnv:
         try:
             # Before the reset, since environments may count it as a step.
             if has_tools(schema) and not socket.tools:
-                socket.tools = _tools(
+                socket.tools = _read_tools(
                     await socket.ask("step", {"type": "list_tools"}), socket.server.url
                 )
             began = await self._ask(socket, "reset", data)
@@ -257,7 +254,7 @@ def openenv(rest: str) -> OpenEnvs:
     return OpenEnvs(tuple(server_url(url, _ADDRESS) for url in rest.split(",")))
 
 
-def _tools(listing: ServerObservation, url: str) -> tuple[dict[str, Any], ...]:
+def _read_tools(listing: ServerObservation, url: str) -> tuple[dict[str, Any], ...]:
     try:
         tools = tools_from(listing.observation["tools"])
     except (LookupError, TypeError, AttributeError) as error:

@@ -21,9 +21,9 @@ from agentrl.errors import EnvError, ImageError
 from agentrl.tokens.encoded_image import DATA_ADDRESS, MEDIA_TYPES
 from agentrl.tokens.pixels import is_of_pixels, pictures_of
 
-_BEGINNINGS = ("iVBORw0KGgo", "/9j/")
+_FILE_PREFIXES = ("iVBORw0KGgo", "/9j/")
 """Of PNG and JPEG files in base64."""
-_SHORTEST = 60
+_SHORTEST_FILE = 60
 """Characters of the smallest file in base64."""
 _SHAPE = "_shape"
 
@@ -41,8 +41,9 @@ def taken_pictures(observation: Mapping[str, Any]) -> tuple[dict[str, Any], list
             rest[name] = value
         elif (pixels := _flat_pixels(name, observation)) is not None:
             found += _files(name, pixels)
-        elif (left := _without(name, value, found)) is not None:
+        elif (left := _take_pictures(name, value, found)) is not None:
             rest[name] = left
+    # A shape whose pixels were taken says nothing any more.
     used = {
         name for name in rest if _is_shape(name, observation) and name[: -len(_SHAPE)] not in rest
     }
@@ -53,7 +54,7 @@ def _is_shape(name: str, observation: Mapping[str, Any]) -> bool:
     return name.endswith(_SHAPE) and name[: -len(_SHAPE)] in observation
 
 
-def _without(name: str, value: Any, found: list[str]) -> Any:
+def _take_pictures(name: str, value: Any, found: list[str]) -> Any:
     """A value without its pictures, which are added to those found; None if nothing is left."""
     if isinstance(value, str):
         if (file := _file_in(value)) is None:
@@ -67,21 +68,21 @@ def _without(name: str, value: Any, found: list[str]) -> Any:
         rest, inner = taken_pictures(value)
         found += inner
         return rest or None if inner else value
-    return _list_without(name, value, found) if isinstance(value, list) else value
+    return _take_from_list(name, value, found) if isinstance(value, list) else value
 
 
-def _list_without(name: str, value: list[Any], found: list[str]) -> Any:
+def _take_from_list(name: str, value: list[Any], found: list[str]) -> Any:
     if (pixels := _pixels(value)) is not None:
         found += _files(name, pixels)
         return None
     before = len(found)
-    kept = [left for one in value if (left := _without(name, one, found)) is not None]
+    kept = [left for one in value if (left := _take_pictures(name, one, found)) is not None]
     return value if len(found) == before else kept or None
 
 
 def _file_in(text: str) -> str | None:
     """The picture that a text is, in base64."""
-    if text.startswith(_BEGINNINGS) and len(text) >= _SHORTEST:
+    if text.startswith(_FILE_PREFIXES) and len(text) >= _SHORTEST_FILE:
         return text
     address = DATA_ADDRESS.match(text)
     if address is None or address["type"].lower() not in MEDIA_TYPES:

@@ -183,7 +183,7 @@ async def _answer(
         return _error(INVALID_JSON, f"Invalid JSON: {error}")
     try:
         frame = _Frame.model_validate(message)
-        return None if frame.type == "close" else await _do(frame, openenv_sessions, session)
+        return None if frame.type == "close" else await _dispatch(frame, openenv_sessions, session)
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_context=False)
         return _error(VALIDATION_ERROR, "Invalid message", errors=wrong)
@@ -191,7 +191,7 @@ async def _answer(
         return _refusal_body(refusal, openenv_sessions)
 
 
-async def _do(
+async def _dispatch(
     frame: _Frame, openenv_sessions: OpenEnvSessions, session: OpenEnvSession
 ) -> dict[str, Any]:
     match frame.type:

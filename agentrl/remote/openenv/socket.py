@@ -136,9 +136,8 @@ class Server(Loaded):
             if client is not None:
                 self._action_schema = await self._fetch_description(client)
             else:
-                async with http_client(
-                    trust_env=False
-                ) as own:  # the WebSocket uses no proxy either
+                # Without a proxy, as the WebSocket uses none either.
+                async with http_client(trust_env=False) as own:
                     self._action_schema = await self._fetch_description(own)
         return self._action_schema
 
@@ -279,14 +278,14 @@ class Socket:
         self.usable = False
         try:
             # The server cannot decode half of a surrogate pair, hence "replace".
-            answer = self._read(await self._exchange(frame.encode(errors="replace")))
+            answer = self._parse(await self._exchange(frame.encode(errors="replace")))
             self.usable = True
         except MisfitError:
             self.usable = True
             raise
         finally:
             if not self.usable:
-                self._end()
+                self._abort()
         return answer
 
     async def close(self) -> None:
@@ -329,7 +328,7 @@ class Socket:
         self.connection.resume_reading()
         return self._unread.popleft()
 
-    def _read(self, raw: bytes) -> ServerObservation:
+    def _parse(self, raw: bytes) -> ServerObservation:
         url = self.server.url
         try:
             reply = _Reply.model_validate_json(raw)
@@ -353,6 +352,6 @@ class Socket:
             f"{url} answered {said!r:.200} instead of an observation with a finite reward or null"
         )
 
-    def _end(self) -> None:
+    def _abort(self) -> None:
         self.server.sockets -= 1
         self.connection.abort()

@@ -147,13 +147,9 @@ def _content_text(content: Any) -> str:
 
 
 def _text_of(value: Any) -> str:
-    return (
-        ""
-        if value is None
-        else value
-        if isinstance(value, str)
-        else json.dumps(value, ensure_ascii=False)
-    )
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _fields(action_schema: Schema) -> dict[str, Any]:
