@@ -19,7 +19,7 @@ def prepare_caches() -> None:
     the user's folder, in the folder for temporary files. This is said then.
     """
     wanted = cache_folder()
-    if (problem := _unwritable(wanted)) is not None:
+    if (problem := _why_unwritable(wanted)) is not None:
         instead = _private_folder()
         logger.warning(
             "nothing can be written into %s (%s): caches go into %s; XDG_CACHE_HOME names another"
@@ -43,7 +43,7 @@ def _caches() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
-def _unwritable(folder: Path) -> str | None:
+def _why_unwritable(folder: Path) -> str | None:
     """The reason why a folder, which is made, cannot be written into; None if it can."""
     if not folder.is_absolute():
         return "there is no home folder"

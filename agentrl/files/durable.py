@@ -54,7 +54,7 @@ def new_unfinished(path: Path) -> Path:
     there = unfinished(path)
     remove_left(there)
     if there.exists():
-        there.rename(_free(there))
+        there.rename(_free_name(there))
     return there
 
 
@@ -91,9 +91,9 @@ def remove_folder(path: Path) -> None:
     away = unfinished(path)
     remove_left(away)
     try:
-        away = path.rename(_free(away))
+        away = path.rename(_free_name(away))
     except OSError as error:
-        _say_it_stays(path, error.strerror)
+        _warn_that_it_stays(path, error.strerror)
         return
     remove_left(away)
 
@@ -110,7 +110,7 @@ def remove_left(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        _say_it_stays(path, error.strerror)
+        _warn_that_it_stays(path, error.strerror)
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -129,14 +129,14 @@ def remove_unfinished_folders(folder: Path) -> None:
 
 
 @functools.cache
-def _say_it_stays(path: Path, why: str | None) -> None:
+def _warn_that_it_stays(path: Path, why: str | None) -> None:
     """Warn of something that cannot be removed, once."""
     logger.warning(
         "%s cannot be removed (%s): it stays for now, and is tried again later", path, why
     )
 
 
-def _free(path: Path) -> Path:
+def _free_name(path: Path) -> Path:
     """The first of `path`, `path~2`, `path~3` ... that does not exist."""
     names = chain([path], (path.with_name(f"{path.name}~{number}") for number in count(2)))
     return next(name for name in names if not name.exists())

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 """Errors of `flock` on Lustre without `-o flock`, NFS without lockd, and some FUSE systems."""
-_ASK_AGAIN_SECONDS = 0.2
-_SIGN_SECONDS = 15.0
+_POLL_SECONDS = 0.2
+_RENEW_SECONDS = 15.0
 _SILENT_SECONDS = 180.0
 """Without a sign of life for so long, a holder on another machine is dead."""
 
@@ -88,14 +88,15 @@ class FileLock:
                 return False
             if error.errno not in _NO_LOCKS:
                 raise
-            _warn(os.stat(self._path).st_dev, self._path.parent, error.strerror)
-            return self._mark(wait)
+            _warn_of_no_locks(os.stat(self._path).st_dev, self._path.parent, error.strerror)
+            return self._acquire_by_marker(wait)
         self._descriptor = descriptor
-        while self._is_marked():  # by a process that has no locks, as in another container
+        # A marker is of a process that has no locks on this file system, as in another container.
+        while self._marker.exists() and _is_alive(self.holder(), self._marker):
             if not wait:
                 self.release()
                 return False
-            self._released.wait(_ASK_AGAIN_SECONDS)
+            self._released.wait(_POLL_SECONDS)
         return True
 
     def release(self) -> None:
@@ -118,23 +119,20 @@ class FileLock:
         """The maker of the marker; None if there is none, as where the kernel has locks."""
         return _holder_in(self._marker)
 
-    def _is_marked(self) -> bool:
-        return self._marker.exists() and _lives(self.holder(), self._marker)
-
-    def _mark(self, wait: bool) -> bool:
+    def _acquire_by_marker(self, wait: bool) -> bool:
         """Make the marker, when no other process that lives has."""
         while not self._make_marker():
             other = self.holder()
-            if not _lives(other, self._marker):
-                self._set_aside(other)
+            if not _is_alive(other, self._marker):
+                self._remove_dead_marker(other)
             elif not wait:
                 return False
             else:
-                self._released.wait(_ASK_AGAIN_SECONDS)
-        # Renewed through this, as its folder may be renamed.
+                self._released.wait(_POLL_SECONDS)
+        # Renewed through a descriptor, because the folder of the marker may be renamed.
         self._descriptor = os.open(self._marker, os.O_RDWR)
         signs = threading.Thread(
-            target=self._give_signs, args=(self._descriptor,), name="sign-of-life", daemon=True
+            target=self._renew_marker, args=(self._descriptor,), name="sign-of-life", daemon=True
         )
         signs.start()
         return True
@@ -158,9 +156,9 @@ class FileLock:
         self._held = held
         return True
 
-    def _set_aside(self, dead: Holder | None) -> None:
-        """Remove the marker of a dead process, unless another process was faster and this is its
-        own already.
+    def _remove_dead_marker(self, dead: Holder | None) -> None:
+        """Remove the marker of a dead process. Another process may have done so first, and may
+        have made a marker of its own since: that one is put back.
         """
         aside = self._marker.with_name(f"{self._marker.name}.{uuid.uuid4().hex}")
         with suppress(FileNotFoundError):
@@ -170,8 +168,8 @@ class FileLock:
                     os.link(aside, self._marker)
             aside.unlink()
 
-    def _give_signs(self, marker: int) -> None:
-        while not self._released.wait(_SIGN_SECONDS):
+    def _renew_marker(self, marker: int) -> None:
+        while not self._released.wait(_RENEW_SECONDS):
             try:
                 os.utime(marker)
             except OSError as error:
@@ -207,7 +205,7 @@ def has_record_locks(folder: Path) -> bool:
 
 
 @functools.cache
-def _warn(device: int, folder: Path, why: str | None) -> None:
+def _warn_of_no_locks(device: int, folder: Path, why: str | None) -> None:
     logger.warning(
         "the file system of %s has no locks (flock: %s): files named .holder keep other processes"
         " out. If one is left by a machine that is gone, it counts no more after three minutes",
@@ -223,14 +221,14 @@ def _holder_in(path: Path) -> Holder | None:
         return None
 
 
-def _lives(holder: Holder | None, marker: Path) -> bool:
+def _is_alive(holder: Holder | None, marker: Path) -> bool:
     """True if the process that made a marker lives. An unreadable marker may be half written."""
     if holder is not None and holder.machine == _machine():
         return _start_of_process(holder.pid) == holder.started
-    return marker.exists() and not _silent(marker)
+    return marker.exists() and not _is_silent(marker)
 
 
-def _silent(marker: Path) -> bool:
+def _is_silent(marker: Path) -> bool:
     """True if a marker was not renewed for long, by the clock of its file system."""
     with (
         suppress(FileNotFoundError),

@@ -35,7 +35,7 @@ class LossyStream:
             known = text.encode(error.encoding, "backslashreplace").decode(error.encoding)
             return self.write(known)
         except (OSError, ValueError) as error:  # ValueError: it is closed
-            self._fails(error)
+            self._note_failure(error)
             return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -48,7 +48,7 @@ class LossyStream:
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
-            self._fails(error)
+            self._note_failure(error)
 
     def settle(self) -> None:
         """Drop what is left, so that nothing fails when the process ends."""
@@ -58,7 +58,7 @@ class LossyStream:
         except (OSError, ValueError):
             self._drop_all()
 
-    def _fails(self, error: OSError | ValueError) -> None:
+    def _note_failure(self, error: OSError | ValueError) -> None:
         if not isinstance(error, OSError) or error.errno not in _MAY_COME_BACK:
             self._drop_all()
         if not self._failed:

@@ -46,7 +46,7 @@ class Settings(BaseModel):
         frozen=True,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
-        # null, the default, would not be read back as the same setting
+        # null, the default, would not be read back as the same setting.
         ser_json_inf_nan="constants",
     )
 
@@ -83,21 +83,23 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_section_may_be_empty(cls, data: Any) -> Any:
+    def _drop_empty_sections(cls, data: Any) -> Any:
         """A section without settings (`rollout:`, all of whose lines are comments) is as one that
         is left out.
         """
         if isinstance(data, Mapping):
             return {
-                key: cls._no_number(key, value)
+                key: cls._bool_as_text(key, value)
                 for key, value in data.items()
                 if value is not None or not cls._is_section(key)
             }
         return {} if data is None else data
 
     @classmethod
-    def _no_number(cls, key: str, value: Any) -> Any:
-        """True and false as texts where a number belongs: Pydantic reads `steps: yes` as 1."""
+    def _bool_as_text(cls, key: str, value: Any) -> Any:
+        """True and false as texts where a number belongs, so that they are refused: Pydantic reads
+        `steps: yes` as 1.
+        """
         field = cls.model_fields.get(key) if isinstance(value, bool) else None
         return str(value) if field is not None and _is_number(field.annotation) else value
 
@@ -110,7 +112,7 @@ class Settings(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _numbers_can_be_computed_with(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_computable(cls, value: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields.get(info.field_name or "")
         if field is not None and _is_free(field.annotation):
             for one in (
@@ -123,11 +125,11 @@ class Settings(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _paths_may_begin_at_home(cls, value: Any) -> Any:
+    def _expand_home(cls, value: Any) -> Any:
         return in_home(value)
 
     @model_validator(mode="after")
-    def _defaults_can_be_computed_with(self) -> Self:
+    def _check_default_numbers(self) -> Self:
         for name, field in type(self).model_fields.items():
             if name not in self.model_fields_set and not _may_be_infinite(field):
                 try:

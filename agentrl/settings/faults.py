@@ -34,17 +34,15 @@ def faults(error: ValidationError, value: Any) -> list[Fault]:
     by_field: dict[Any, list[ErrorDetails]] = {}
     for one in error.errors(include_url=False):
         by_field.setdefault(one["loc"][:1], []).append(one)
-    return [
-        _fault(max(found, key=lambda one: _depth(one, value)), value) for found in by_field.values()
-    ]
+    found = []
+    for errors in by_field.values():
+        meant = max(errors, key=lambda one: _depth_reached(one, value))
+        where = ".".join(map(str, _place(meant, value)))
+        found.append(Fault(where, meant["msg"].removeprefix("Value error, "), meant["type"]))
+    return found
 
 
-def _fault(error: ErrorDetails, value: Any) -> Fault:
-    where = ".".join(map(str, _place(error, value)))
-    return Fault(where, error["msg"].removeprefix("Value error, "), error["type"])
-
-
-def _depth(error: ErrorDetails, value: Any) -> tuple[int, bool]:
+def _depth_reached(error: ErrorDetails, value: Any) -> tuple[int, bool]:
     """Sort key: the depth in the value that validation reached. Of equally deep ones, the message
     of a validator of ours comes before a type's name.
     """

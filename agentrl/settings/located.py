@@ -31,7 +31,7 @@ def located(model: type[BaseModel], errors: Iterable[ErrorDetails], value: Any) 
 
     If it has the type of none, one problem names all that it may be.
     """
-    return list(_meant([_located(model, one, value) for one in errors], 0))
+    return list(_select_branches([_located(model, one, value) for one in errors], 0))
 
 
 def _located(model: type[BaseModel], details: ErrorDetails, value: Any) -> Located:
@@ -48,7 +48,7 @@ def _located(model: type[BaseModel], details: ErrorDetails, value: Any) -> Locat
         held = isinstance(value, Mapping) and key in value
         if fields or held or isinstance(key, int) or (at == last and details["type"] == "missing"):
             keys.append(str(key))
-            value = _inner(value, key)
+            value = _value_inside(value, key)
         elif not tagged:
             branches.append((len(keys), key))
         # A key that is neither a field nor a tag is a key of a mapping, whose value is the section.
@@ -61,7 +61,7 @@ def _located(model: type[BaseModel], details: ErrorDetails, value: Any) -> Locat
     return Located(details, tuple(keys), tuple(known), tags, tuple(branches))
 
 
-def _inner(value: Any, key: str | int) -> Any:
+def _value_inside(value: Any, key: str | int) -> Any:
     if isinstance(value, Mapping):
         return value.get(key)
     return (
@@ -71,7 +71,7 @@ def _inner(value: Any, key: str | int) -> Any:
     )
 
 
-def _meant(problems: Sequence[Located], level: int) -> Iterator[Located]:
+def _select_branches(problems: Sequence[Located], level: int) -> Iterator[Located]:
     """The problems without those of branches that were not meant, from the `level`-th union on the
     way on.
     """
@@ -83,13 +83,15 @@ def _meant(problems: Sequence[Located], level: int) -> Iterator[Located]:
         keys, branch = one.branches[level]
         unions.setdefault(one.keys[:keys], {}).setdefault(branch, []).append(one)
     for place, branches in unions.items():
+        # A branch whose type the value has was meant: its problems are of what is inside. Of
+        # several such branches, the one with the fewest problems is.
         fits = [
             found for found in branches.values() if any(_is_of_type(one, place) for one in found)
         ]
         if fits or len(branches) == 1:
-            yield from _meant(min(fits or branches.values(), key=len), level + 1)
+            yield from _select_branches(min(fits or branches.values(), key=len), level + 1)
         else:
-            yield _of_all([one for found in branches.values() for one in found])
+            yield _merge_branches([one for found in branches.values() for one in found])
 
 
 def _is_of_type(problem: Located, place: tuple[str, ...]) -> bool:
@@ -107,7 +109,7 @@ _OTHER_TYPE = ("literal_error", "enum", "int_from_float", "is_instance_of")
 _SHOULD = "Input should be "
 
 
-def _of_all(problems: Sequence[Located]) -> Located:
+def _merge_branches(problems: Sequence[Located]) -> Located:
     """One problem that says all that a value may be, as each branch says it."""
     wanted = [one.details["msg"].removeprefix(_SHOULD).partition(", ")[0] for one in problems]
     first = problems[0]

@@ -85,10 +85,10 @@ def read_yaml(text: str | bytes, where: str) -> yaml.Node | None:
         raise ConfigError(f"{where} cannot be read as YAML: {character}".strip()) from error
     except yaml.MarkedYAMLError as error:
         raise ConfigError(
-            f"{_place(where, error.problem_mark)}this is not YAML: {_problem(error, text)}"
+            f"{_prefix(where, error.problem_mark)}this is not YAML: {_explain(error, text)}"
         ) from error
     except RecursionError as error:
-        raise ConfigError(f"{_place(where, None)}{_TOO_DEEP}") from error
+        raise ConfigError(f"{_prefix(where, None)}{_TOO_DEEP}") from error
     return None if root is None else _Tree(where).plain(root, ())
 
 
@@ -268,15 +268,15 @@ class _Tree:
         )
 
     def _wrong(self, node: yaml.Node, what: str) -> ConfigError:
-        return ConfigError(f"{_place(self._where, node.start_mark)}{what}")
+        return ConfigError(f"{_prefix(self._where, node.start_mark)}{what}")
 
 
-def _place(where: str, mark: yaml.Mark | None) -> str:
+def _prefix(where: str, mark: yaml.Mark | None) -> str:
     line = "" if mark is None else f":{mark.line + 1}"
     return f"{where}{line}: " if where else ""
 
 
-def _problem(error: yaml.MarkedYAMLError, text: str | bytes) -> str:
+def _explain(error: yaml.MarkedYAMLError, text: str | bytes) -> str:
     problem = str(error.problem)
     begins = _character_at(text, error.problem_mark) if "cannot start any token" in problem else ""
     if begins == "\t" or any(sign in problem for sign in ("\\t", "\t", "tab character")):

@@ -100,10 +100,12 @@ class Backplay:
                 " which asks as it likes: choose other tasks"
             )
         self._settings, self._env, self._seed, self._split = settings, env, seed, split
-        self._episodes = _split(_read(settings, settings.recorded_env or env), settings, split)
+        self._episodes = _split(
+            _read_episodes(settings, settings.recorded_env or env), settings, split
+        )
         self._longest = max(len(one.turns) for one in self._episodes)
         self._left = 1
-        self._lately: deque[float] = deque(maxlen=settings.groups)
+        self._recent: deque[float] = deque(maxlen=settings.groups)
 
     def __len__(self) -> int:
         """The number of recordings."""
@@ -131,18 +133,19 @@ class Backplay:
         """Count the outcome of a task that began as early as any; after enough of them, tasks begin
         earlier.
         """
+        # Tasks in review, and those that began before the last change, do not count.
         if int(task.id.rpartition("-")[2]) != self._left:
             return
         settings = self._settings
-        self._lately.append(fmean(at_least(one, settings.success_at) for one in rewards_G))
-        enough = len(self._lately) == settings.groups
-        if enough and self._left < self._longest and fmean(self._lately) >= settings.harder_at:
+        self._recent.append(fmean(at_least(one, settings.success_at) for one in rewards_G))
+        enough = len(self._recent) == settings.groups
+        if enough and self._left < self._longest and fmean(self._recent) >= settings.harder_at:
             self._left += 1
-            self._lately.clear()
+            self._recent.clear()
 
     def metrics(self) -> dict[str, float]:
         """How early tasks begin, and the success rate of those that begin so early."""
-        rate = {"curriculum/success": fmean(self._lately)} if self._lately else {}
+        rate = {"curriculum/success": fmean(self._recent)} if self._recent else {}
         return {"curriculum/turns_left": float(self._left), **rate}
 
 
@@ -169,7 +172,7 @@ def _split(
     return chosen
 
 
-def _read(settings: Backplay.Config, env: str) -> list[RecordedEpisode]:
+def _read_episodes(settings: Backplay.Config, env: str) -> list[RecordedEpisode]:
     folder, found = settings.path / "trajectories", []
     if not folder.is_dir():
         raise ConfigError(
@@ -178,8 +181,8 @@ def _read(settings: Backplay.Config, env: str) -> list[RecordedEpisode]:
     unfit: Counter[str] = Counter()
     for _, row in saved_rows(folder):
         if row["detail"] == SEGMENT.limit:
-            continue
-        read = _episode(row, settings, env)
+            continue  # a part of an episode, whose end is in another row
+        read = _read_episode(row, settings, env)
         if isinstance(read, str):
             unfit[read] += 1
         else:
@@ -193,7 +196,9 @@ def _read(settings: Backplay.Config, env: str) -> list[RecordedEpisode]:
     return found
 
 
-def _episode(row: Mapping[str, Any], settings: Backplay.Config, env: str) -> RecordedEpisode | str:
+def _read_episode(
+    row: Mapping[str, Any], settings: Backplay.Config, env: str
+) -> RecordedEpisode | str:
     """The episode of a row, or why no task can begin in it."""
     if row["env"] != env:
         return f"were played in {row['env']!r} and not in {env!r} (tasks.recorded_env)"
@@ -223,18 +228,16 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[GivenTurn]:
         if message["role"] == "assistant" and not message.get("given")
     ]
     for at, following in zip(answers, [*answers[1:], None], strict=True):
+        # One message has to stand between two answers: the reply of the environment.
         if following is not None and following != at + 2:
             return
         reply = messages[at + 1]["content"] if at + 1 < len(messages) else None
-        answer = _message(messages[at])
+        row = messages[at]
+        calls = tuple(ToolCall(**call) for call in json.loads(row["tool_calls"] or "[]"))
+        answer = Message(row["role"], row["content"], row["reasoning"] or "", calls)
         chat = as_json(answer)
         plain = chat == {"role": "assistant", "content": answer.content}
         yield GivenTurn(answer.content, reply, {} if plain else chat)
-
-
-def _message(row: Mapping[str, Any]) -> Message:
-    calls = tuple(ToolCall(**call) for call in json.loads(row["tool_calls"] or "[]"))
-    return Message(row["role"], row["content"], row["reasoning"] or "", calls)
 
 
 def _digest(value: Any) -> str:

@@ -69,19 +69,19 @@ def column(row: Mapping[str, Any], path: str) -> Any:
         return row[path]
     outer, _, inner = path.partition(".")
     if inner and outer in row:
-        return _inside(row[outer], inner, outer)
+        return _value_inside(row[outer], inner, outer)
     raise BadRowError(
         f"no column {path!r}.{plugins.nearest(path, row)} There are {format_names(row)}"
     )
 
 
-def _inside(value: Any, path: str, said: str) -> Any:
+def _value_inside(value: Any, path: str, said: str) -> Any:
     if isinstance(value, Mapping):
         if path in value:
             return value[path]
         step, _, rest = path.partition(".")
         if step in value:
-            return _inside(value[step], rest, f"{said}.{step}") if rest else value[step]
+            return _value_inside(value[step], rest, f"{said}.{step}") if rest else value[step]
         raise BadRowError(
             f"column {said!r} has no {step!r}.{plugins.nearest(step, value)} It has "
             f"{format_names(value)}"
@@ -96,7 +96,7 @@ def _inside(value: Any, path: str, said: str) -> Any:
             raise BadRowError(
                 f"column {said!r} has {len(value)} entries, and none has the number {step}"
             )
-        return _inside(value[int(step)], rest, f"{said}.{step}") if rest else value[int(step)]
+        return _value_inside(value[int(step)], rest, f"{said}.{step}") if rest else value[int(step)]
     raise BadRowError(f"column {said!r} is {type(value).__name__}, which has no {step!r} in it")
 
 
@@ -130,7 +130,11 @@ def advice(row: Mapping[str, Any]) -> str:
         (path for path, value in _find_columns(row, _QUESTIONS) if isinstance(value, str | list)),
         None,
     )
-    tables = [name for name, value in row.items() if _holds_rows(value)]
+    tables = [
+        name
+        for name, value in row.items()
+        if isinstance(value, list) and value and isinstance(value[0], Mapping)
+    ]
     if question is None and tables:
         return (
             f"{tables[0]} is a list of objects, and a task is one row: write a row for each of them"
@@ -190,7 +194,9 @@ def _find_columns(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[tupl
     columns = dict(row)
     for _ in range(_MAX_DEPTH):
         for name in names:
-            yield from ((path, value) for path, value in columns.items() if _bare(path) == name)
+            yield from (
+                (path, value) for path, value in columns.items() if _normalise_name(path) == name
+            )
         # Breadth first: a column of the row wins over one inside of another.
         inner_columns = {}
         for outer, value in columns.items():
@@ -200,12 +206,9 @@ def _find_columns(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[tupl
         columns = inner_columns
 
 
-def _bare(path: str) -> str:
+def _normalise_name(path: str) -> str:
+    """The last name of a path without case and punctuation: `finalanswer` of `a.Final_Answer`."""
     return "".join(filter(str.isalnum, path.rpartition(".")[2].casefold()))
-
-
-def _holds_rows(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 def _is_no_name(name: str) -> bool:

@@ -31,8 +31,8 @@ from agentrl.tasks.row_reader import RowReader, RowSettings
 from agentrl.tasks.rows import BadRowError, RowSource, is_data, sources
 from agentrl.trajectory import Task
 
-_READ_AS = 2
-"""How rows are read: another number for each change, so that what was remembered is made again."""
+_READING_VERSION = 2
+"""The version of how rows are read. A new one makes remembered indexes be built again."""
 TaskCheck = Callable[[Task], None]
 """Raises `ConfigError` for a task that cannot be scored."""
 
@@ -108,6 +108,8 @@ class DataRows:
         if not share:
             return self, DataRows(())
         count = max(1, round(share * len(keys)))
+        # Keys are hashes, so the rows with the `count` smallest are a random sample, and the same
+        # one in every run. Rows with equal keys are on the same side of the threshold.
         second = keys <= np.partition(keys, count - 1)[count - 1]
         parts = (np.flatnonzero(mask).astype(np.uint64) for mask in (~second, second))
         return DataRows(self.parts, next(parts)), DataRows(self.parts, next(parts))
@@ -209,9 +211,11 @@ class DatasetTasks:
         number, row, folder = self._rows.row(place)
         options, named, own_seed = self._reader.read(row, folder)
         name = (
-            f"{self._split}-{index:06d}" + (f"-{_plain(named)}" if named is not None else "") + mark
+            f"{self._split}-{index:06d}"
+            + (f"-{_id_text(named)}" if named is not None else "")
+            + mark
         )
-        # The seed of the row and not of the index: a task stays the same in each epoch.
+        # From the row's number and not from the index, so that its task is the same in each epoch.
         seed = split_seed(self._seed, self._split, number) if own_seed is None else own_seed
         return Task(self._env, seed, {**self._options, **options}, name)
 
@@ -255,8 +259,8 @@ def _open_rows(
     settings: DatasetSettings, data: str, split: str, env: str, options: str
 ) -> DataRows:
     found: list[RowSource] = sources(data, split, settings.subset, settings.revision)
-    checked_as = json.dumps([_READ_AS, _reading(settings), settings.key, env, options])
-    check = _check_of(settings, env, json.loads(options))
+    checked_as = json.dumps([_READING_VERSION, _reading(settings), settings.key, env, options])
+    check = _make_row_check(settings, env, json.loads(options))
     columns = RowReader(settings).columns
     parts = (
         open_index(source, partial(check, folder_of(source)), checked_as, columns)
@@ -268,7 +272,7 @@ def _open_rows(
     return rows
 
 
-def _check_of(
+def _make_row_check(
     settings: DatasetSettings, env: str, shared: Mapping[str, Any]
 ) -> Callable[[Path | None, Mapping[str, Any]], str]:
     """A check of a row, given the folder of its pictures: its columns, and its options if the
@@ -286,14 +290,14 @@ def _check_of(
                 f"{name} can decide what code runs: set it in env.options, or if you trust these"
                 f" data, name it in tasks.columns ({{{name}: {name}, ...}})"
             )
-        if named is not None and not _plain(named):
+        if named is not None and not _id_text(named):
             raise BadRowError(f"its id is {named!r}")
         if shape is not None:
             given = {**shared, **options}
             try:
                 shape.model_validate(given)
             except ValidationError as error:
-                raise BadRowError(_unfit(faults(error, given)[0], row, shape)) from error
+                raise BadRowError(_explain_fault(faults(error, given)[0], row, shape)) from error
         asked = [name for name in ("prompt", "images") if name in options]
         wanted = settings.key or tuple(asked if "prompt" in options else sorted(options))
         if missing := [column for column in wanted if column not in options]:
@@ -336,7 +340,7 @@ def picture_check(env: str, blind: str) -> TaskCheck | None:
     return check
 
 
-def _unfit(fault: Fault, row: Mapping[str, Any], shape: type[Settings]) -> str:
+def _explain_fault(fault: Fault, row: Mapping[str, Any], shape: type[Settings]) -> str:
     """The reason why a row cannot be a task, and the remedy."""
     if fault.kind == "extra_forbidden":
         return (
@@ -363,7 +367,7 @@ def _reading(settings: RowSettings) -> list[Any]:
     return [settings.columns, settings.prompt, settings.answer]
 
 
-def _plain(named: Any) -> str:
+def _id_text(named: Any) -> str:
     """An id as the end of a task's id, which has no slashes or spaces."""
     return "_".join(str(named).replace("/", "_").split())[:80]
 

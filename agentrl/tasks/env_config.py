@@ -70,7 +70,7 @@ class OneEnv(Settings):
     """Packages for its own interpreter, in pip's syntax; installed once, into the cache folder."""
 
     @model_validator(mode="after")
-    def _another_interpreter_is_another_process(self) -> Self:
+    def _check_isolation(self) -> Self:
         if self.foreign and self.isolation not in (None, "process"):
             raise ValueError(
                 "with python or requires it runs in a process; leave out isolation, which is"
@@ -155,7 +155,7 @@ class EnvConfig(OneEnv):
 
     @field_validator("mixture")
     @classmethod
-    def _each_has_a_name_of_its_own(cls, mixture: tuple[MixedEnv, ...]) -> tuple[MixedEnv, ...]:
+    def _check_names(cls, mixture: tuple[MixedEnv, ...]) -> tuple[MixedEnv, ...]:
         names = [one.run_name for one in mixture]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(
@@ -164,7 +164,7 @@ class EnvConfig(OneEnv):
         return mixture
 
     @model_validator(mode="after")
-    def _is_one_or_several(self) -> Self:
+    def _check_one_or_several(self) -> Self:
         if bool(self.name) == bool(self.mixture):
             raise ValueError("write the name of one environment, or a list of several")
         own = {**dict.fromkeys(OneEnv.model_fields), "agents": None}

@@ -70,7 +70,7 @@ class Levels:
         """An episode with at least this score has succeeded."""
 
         @model_validator(mode="after")
-        def _is_a_band(self) -> Self:
+        def _check_band(self) -> Self:
             if not 0 <= self.band[0] < self.band[1] <= 1:
                 raise ValueError(
                     f"band is {list(self.band)}: write [low, high] with 0 <= low < high <= 1"
@@ -91,8 +91,8 @@ class Levels:
             SeededTasks(NoSettings(), env, seed, split, {**shared, **level})
             for level in settings.levels
         ]
-        self._lately = [RunningMean(settings.memory) for _ in settings.levels]
-        self._before = [RunningMean(4 * settings.memory) for _ in settings.levels]
+        self._recent = [RunningMean(settings.memory) for _ in settings.levels]
+        self._long_term = [RunningMean(4 * settings.memory) for _ in settings.levels]
 
     def task(self, index: int) -> Task:
         """The task of this index, at a level that is drawn for it now."""
@@ -112,24 +112,25 @@ class Levels:
         success = sum(at_least(reward, self._settings.success_at) for reward in rewards_G) / len(
             rewards_G
         )
-        self._lately[level].add(success)
-        self._before[level].add(success)
+        self._recent[level].add(success)
+        self._long_term[level].add(success)
 
     def metrics(self) -> dict[str, float]:
         """The success rate of each level that has been played."""
-        rates = {level: mean.value for level, mean in enumerate(self._lately)}
+        rates = {level: mean.value for level, mean in enumerate(self._recent)}
         return {
             f"curriculum/{level}/success": rate for level, rate in rates.items() if rate is not None
         }
 
     def _in_band(self, rng: Random) -> int:
-        rates = [mean.value for mean in self._lately]
+        rates = [mean.value for mean in self._recent]
         played = [level for level, rate in enumerate(rates) if rate is not None]
         reached = min(max(played, default=-1) + 1, len(rates) - 1)
         if rng.random() < self._settings.explore:
             return rng.randrange(reached + 1)
         low, high = self._settings.band
         fit = [level for level in played if low <= (rates[level] or 0.0) <= high]
+        # The next level above, once the one below it has been left.
         if reached not in played and (reached == 0 or (rates[reached - 1] or 0.0) > high):
             fit.append(reached)
         if fit:
@@ -141,7 +142,7 @@ class Levels:
     def _by_progress(self, rng: Random) -> int:
         slopes = [
             abs((lately.value or 0.0) - (before.value or 0.0))
-            for lately, before in zip(self._lately, self._before, strict=True)
+            for lately, before in zip(self._recent, self._long_term, strict=True)
         ]
         if rng.random() < self._settings.explore or not any(slopes):
             return rng.randrange(len(slopes))

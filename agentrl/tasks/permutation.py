@@ -29,6 +29,8 @@ class Permutation:
         if not 0 <= place < self.size:
             raise IndexError(f"place {place} of {self.size}")
         bits = max(1, ((self.size - 1).bit_length() + 1) // 2)  # of each half
+        # At most three in four numbers are too large, so a few rounds suffice on average. Each
+        # number ends at another one, because the network itself permutes.
         while True:
             place = self._mix_halves(place, bits)
             if place < self.size:

@@ -35,7 +35,7 @@ def placed_pictures(options: Mapping[str, Any], folder: Path | None) -> dict[str
     Raises:
         BadRowError: one is no picture, or there are more or fewer than places.
     """
-    listed = _listed(options)
+    listed = _pictures_of(options)
     rest = {name: value for name, value in options.items() if name not in ("image", "images")}
     if "image" in options and options.get("images") is not None:
         rest["image"] = options["image"]  # another column, which rewards may read
@@ -46,7 +46,7 @@ def placed_pictures(options: Mapping[str, Any], folder: Path | None) -> dict[str
     if isinstance(prompt, str) and listed:
         rest["prompt"] = places.text(prompt)
     elif is_chat(prompt):
-        rest["prompt"] = [places.message(message) for message in _flat(prompt)]
+        rest["prompt"] = [places.message(message) for message in _first_turn(prompt)]
     if not places.used:
         return {**rest, "images": places.addresses} if listed else rest
     if places.used != len(listed):
@@ -59,7 +59,7 @@ def placed_pictures(options: Mapping[str, Any], folder: Path | None) -> dict[str
     return rest
 
 
-def _listed(options: Mapping[str, Any]) -> Sequence[Any]:
+def _pictures_of(options: Mapping[str, Any]) -> Sequence[Any]:
     given = options.get("images")
     if given is None:
         given = options.get("image")
@@ -68,7 +68,7 @@ def _listed(options: Mapping[str, Any]) -> Sequence[Any]:
     return given if isinstance(given, list | tuple) else [given]
 
 
-def _flat(chat: Sequence[Any]) -> Sequence[Any]:
+def _first_turn(chat: Sequence[Any]) -> Sequence[Any]:
     """The messages of a chat that may be a list of one turn (BFCL)."""
     return chat[0] if len(chat) == 1 and is_chat(chat[0]) else chat
 
@@ -154,7 +154,7 @@ def _read(value: Any, folder: Path | None) -> EncodedImage:
         return EncodedImage.from_address(value)
     if folder is None:
         raise ImageError(f"{value!r:.80} is the path of a file, and the data have no folder")
-    # As it is written: the folder's owner may have put links there.
+    # By its text, without resolving links: the folder's owner may have put links there.
     path = Path(os.path.normpath(folder / value))
     if not path.is_relative_to(os.path.normpath(folder)):
         raise ImageError(f"{value!r:.80} is outside of the data's folder {folder}")

@@ -40,7 +40,7 @@ class DifficultyPools(DatasetTasks):
         """The probability that a drawn hard row is kept."""
 
         @model_validator(mode="after")
-        def _pools_are_apart(self) -> Self:
+        def _check_pools(self) -> Self:
             if self.hard_at >= self.easy_at:
                 raise ValueError(
                     f"hard_at ({self.hard_at:g}) has to be below easy_at ({self.easy_at:g})"
@@ -56,7 +56,7 @@ class DifficultyPools(DatasetTasks):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(settings, env, seed, split, options)
-        self._kept: Mapping[Pool, float] = {
+        self._keep_probability: Mapping[Pool, float] = {
             "easy": settings.easy,
             "normal": 1.0,
             "hard": settings.hard,
@@ -71,7 +71,7 @@ class DifficultyPools(DatasetTasks):
         rng = Random(derive_seed(self._seed, "pools", index))
         place = rng.randrange(len(self))
         for _ in range(1000):  # if nearly all are easy, one of them is better than none
-            if rng.random() < self._kept[self._pools.get(place, "normal")]:
+            if rng.random() < self._keep_probability[self._pools.get(place, "normal")]:
                 break
             place = rng.randrange(len(self))
         return self._at(place, index, f"@{place}")

@@ -54,14 +54,14 @@ a task.
 _INDEX_VERSION = 4
 _MAX_SHOWN_KINDS = 10
 """Kinds of bad rows that an error names."""
-_OWN = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+_VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 """The differences between messages about rows that are bad for one reason: texts in quotes, and
 numbers."""
-_AT_ONCE = 1 << 16
+_BUFFERED_NUMBERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _IndexData:
     """The content of `index.json`. `digest`: XXH3-128 of the rows' bytes."""
 
     size: int
@@ -175,11 +175,11 @@ def open_index(
     place = str(source.resolve()) if isinstance(source, Path) else json.dumps(asdict(source))
     of_source = cache_folder() / "datasets" / _hash(place, checked_as)
     final = of_source / _hash(stamp)
-    found = _remembered(source, final)
+    found = _load(source, final)
     if found is None:
         try:
             with _lock_folder(of_source):
-                found = _remembered(source, final) or _make(source, check, columns, final, stamp)
+                found = _load(source, final) or _make_folder(source, check, columns, final, stamp)
         except OSError as error:
             raise ConfigError(
                 f"{source} cannot be indexed in the cache folder {of_source}: {error}."
@@ -189,12 +189,12 @@ def open_index(
     return replace(index, _file=_stamp(index.rows_path))
 
 
-def _remembered(source: RowSource, folder: Path) -> _Found | None:
-    """The content of an index; None if it is not there, or not whole: what cleans caches deletes
-    single files.
+def _load(source: RowSource, folder: Path) -> _IndexData | None:
+    """The content of a remembered index; None if it is missing or incomplete: programs that clean
+    caches delete single files.
     """
     try:
-        found = _Found(**json.loads((folder / "index.json").read_bytes()))
+        found = _IndexData(**json.loads((folder / "index.json").read_bytes()))
         sizes = {(folder / name).stat().st_size for name in ("offsets.u64", "keys.u64")}
         if sizes != {8 * found.rows}:
             return None
@@ -205,9 +205,9 @@ def _remembered(source: RowSource, folder: Path) -> _Found | None:
         return None
 
 
-def _make(
+def _make_folder(
     source: RowSource, check: Check, columns: Collection[str], final: Path, stamp: tuple[int, int]
-) -> _Found:
+) -> _IndexData:
     """Make the folder of an index."""
     for outdated in [path for path in final.parent.glob("[!.]*") if path.is_dir()]:
         remove_folder(outdated)
@@ -226,7 +226,7 @@ def _make(
 
 def _build(
     source: RowSource, check: Check, columns: Collection[str], folder: Path, stamp: tuple[int, int]
-) -> _Found:
+) -> _IndexData:
     digest = xxhash.xxh3_128()
     rows, bad = 0, _BadRows(source)
     with _Numbers(folder / "offsets.u64") as offsets, _Numbers(folder / "keys.u64") as keys:
@@ -242,7 +242,7 @@ def _build(
             keys.append(xxhash.xxh3_64_intdigest(key.encode()))
             rows += 1
     bad.refuse(rows + bad.count)
-    return _Found(*stamp, digest.hexdigest(), rows)
+    return _IndexData(*stamp, digest.hexdigest(), rows)
 
 
 def _read(
@@ -289,7 +289,7 @@ class _BadRows:
 
     def add(self, where: str, error: Exception) -> None:
         self.count += 1
-        kind = _OWN.sub("", str(error))  # without what is this row's own
+        kind = _VARYING.sub("", str(error))  # without what is this row's own
         if kind in self._first or len(self._first) < _MAX_SHOWN_KINDS:
             self._first.setdefault(kind, f"{self.source}, {where}: {error}")
             self._alike[kind] += 1
@@ -308,7 +308,8 @@ class _BadRows:
         ]
         left = self.count - self._alike.total()
         more = [f"and {left:,} more"] if left else []
-        if len(self._first) == 1 and self.count == rows:  # it is the file, and no row of it
+        # If all are bad for one reason, the fault is in the file or the settings, and not in a row.
+        if len(self._first) == 1 and self.count == rows:
             none = (
                 f"none of the {rows:,} rows can be a task"
                 if rows > 1
@@ -337,7 +338,7 @@ class _Numbers:
 
     def append(self, number: int) -> None:
         self._waiting.append(number)
-        if len(self._waiting) == _AT_ONCE:
+        if len(self._waiting) == _BUFFERED_NUMBERS:
             self._write()
 
     def _write(self) -> None:

@@ -33,7 +33,7 @@ class RowSettings(Settings):
 
     @field_validator("prompt", "answer", mode="before")
     @classmethod
-    def _braces_of_a_command_line_are_no_mapping(cls, given: Any) -> Any:
+    def _read_braces(cls, given: Any) -> Any:
         """`tasks.prompt={question}` is a mapping in YAML."""
         if isinstance(given, dict) and len(given) == 1 and next(iter(given.values())) is None:
             return f"{{{next(iter(given))}}}"
@@ -41,7 +41,7 @@ class RowSettings(Settings):
 
     @field_validator("prompt", "answer")
     @classmethod
-    def _is_a_template(cls, template: str | None) -> str | None:
+    def _check_template(cls, template: str | None) -> str | None:
         if template is not None:
             RowTemplate(template)
         return template
@@ -90,11 +90,9 @@ class RowReader:
         options = (
             {name: column(row, path) for name, path in columns.items()} if columns else dict(row)
         )
-        named, seed, more = (
-            options.pop("id", None),
-            options.pop("seed", None),
-            options.pop("options", None) or {},
-        )
+        named = options.pop("id", None)
+        seed = options.pop("seed", None)
+        more = options.pop("options", None) or {}
         options |= {
             name: template.of({**options, **row}) for name, template in self._templates.items()
         }
@@ -106,17 +104,17 @@ class RowReader:
         options = {**more, **options}
         fields = {} if self.shape is None else self.shape.model_fields
         if "prompt" in fields:
-            options = _unwritten(options)
+            options = _parse_written_chat(options)
             if "images" in fields:
                 options = placed_pictures(options, folder)
-            options |= _question(options)
+            options |= _split_chat(options)
         for name in [name for name, value in options.items() if value is None and name in fields]:
             if not fields[name].is_required() and fields[name].default is not None:
                 del options[name]
-        return RowTask(options, named, _seed(seed))
+        return RowTask(options, named, _checked_seed(seed))
 
 
-def _unwritten(options: dict[str, Any]) -> dict[str, Any]:
+def _parse_written_chat(options: dict[str, Any]) -> dict[str, Any]:
     """The options with a chat that is written as a text."""
     prompt = options.get("prompt")
     try:
@@ -126,7 +124,7 @@ def _unwritten(options: dict[str, Any]) -> dict[str, Any]:
     return options if chat is None else {**options, "prompt": chat}
 
 
-def _question(options: Mapping[str, Any]) -> dict[str, Any]:
+def _split_chat(options: Mapping[str, Any]) -> dict[str, Any]:
     """The prompt of a task whose prompt is a chat, and its answer; nothing for others."""
     chat = options.get("prompt")
     if not is_chat(chat):
@@ -143,7 +141,7 @@ def _question(options: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _seed(seed: Any) -> int | None:
+def _checked_seed(seed: Any) -> int | None:
     if isinstance(seed, str) and seed.isdecimal():
         seed = int(seed)
     if seed is not None and (

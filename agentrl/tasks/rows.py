@@ -68,7 +68,7 @@ _OTHER_FILES = {
     ".pkl": ": a pickle can run any code, so write its rows as JSON lines or Parquet",
 }
 """Remedies for other common kinds of files."""
-_AT_ONCE = 1024
+_BATCH_ROWS = 1024
 """Rows of a Parquet file that are read at once."""
 _BLOCK_CHARACTERS = 1 << 16
 """Characters of an array that are read at once."""
@@ -130,17 +130,16 @@ def sources(
     """
     found = _sources(data, split, subset, revision)
     for source in found:
-        if isinstance(source, Path) and _begins_with(source, _LFS_POINTER):
+        if not isinstance(source, Path):
+            continue
+        with source.open("rb") as file:
+            is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+        if is_pointer:
             raise ConfigError(
                 f"{source} is a pointer of Git LFS, whose content was not fetched: run `git lfs"
                 " pull`"
             )
     return found
-
-
-def _begins_with(path: Path, begin: bytes) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(begin)) == begin
 
 
 def _sources(data: str, split: str, subset: str | None, revision: str | None) -> list[RowSource]:
@@ -159,11 +158,11 @@ def _sources(data: str, split: str, subset: str | None, revision: str | None) ->
     if path.is_dir():
         return [*_in_folder(path, split, subset)]
     if kind_of(path) or data.startswith((".", "/", "~")) or data.count("/") > 1:
-        raise ConfigError(f"there is no file or folder {data!r}{_no_path(data)}")
+        raise ConfigError(f"there is no file or folder {data!r}{_path_advice(data)}")
     return [HubDataset(data, subset, split, revision)]
 
 
-def _no_path(data: str) -> str:
+def _path_advice(data: str) -> str:
     """What to write instead of a pattern, an address, or the name of no file."""
     if "://" in data:
         return ": an address is not read, so fetch it, and name the file"
@@ -259,25 +258,24 @@ def rows_of(
     Raises:
         ConfigError: the source cannot be read, or not to its end.
     """
-    reader = _of_hub(source) if isinstance(source, HubDataset) else _of_file(source, columns)
+    reader = _read_hub(source) if isinstance(source, HubDataset) else _read_file(source, columns)
     for where, row in reader:
-        yield where, row if isinstance(row, BadRowError) else _choose_columns(row, columns)
+        wanted = None if isinstance(row, BadRowError) else _names_with(columns, row)
+        if isinstance(row, BadRowError) or wanted is None:
+            yield where, row
+        else:
+            yield where, {name: value for name, value in row.items() if name in wanted}
 
 
-def _choose_columns(row: Mapping[str, Any], columns: Collection[str]) -> Mapping[str, Any]:
-    wanted = _there(columns, row)
-    return row if wanted is None else {name: value for name, value in row.items() if name in wanted}
-
-
-def _there(columns: Collection[str], names: Collection[str]) -> set[str] | None:
-    """The names of these that the columns are of; None for all, if no columns are chosen, or some
-    are missing.
+def _names_with(columns: Collection[str], names: Collection[str]) -> set[str] | None:
+    """The names, of those there are, that the columns are in; None for all, if no columns are
+    chosen or one is missing.
     """
     found = {column: column if column in names else column.partition(".")[0] for column in columns}
     return {*found.values()} if columns and all(name in names for name in found.values()) else None
 
 
-def _of_file(
+def _read_file(
     path: Path, columns: Collection[str]
 ) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
     import pyarrow as pa
@@ -287,15 +285,15 @@ def _of_file(
     try:
         match kind_of(path):
             case ".parquet" | ".arrow":
-                reader = _of_arrow(path, columns)
+                reader = _read_arrow(path, columns)
             case ".csv" | ".tsv":
-                reader = _of_csv(path)
+                reader = _read_csv(path)
             case _:
-                reader = _of_json(path)
+                reader = _read_json(path)
         for where, row in reader:
             yield where, row
     except (pa.ArrowException, OSError, csv.Error, ValueError, OverflowError) as error:
-        # the last of dates that Python does not have
+        # OverflowError comes of dates that Python does not have.
         raise ConfigError(f"{path} cannot be read further than {where}: {error}") from error
 
 
@@ -308,8 +306,8 @@ def parse_line(line: bytes) -> Mapping[str, Any]:
     try:
         row = from_json(line.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
-        # text that is no UTF-8 too, and halves of surrogate pairs, which no tokenizer takes
-        raise BadRowError(f"it is not JSON: {_why_no_json(line, error)}") from error
+        # Also of text that is no UTF-8, and of halves of surrogate pairs, which no tokenizer takes.
+        raise BadRowError(f"it is not JSON: {_explain_json_error(line, error)}") from error
     return _object(row)
 
 
@@ -320,9 +318,10 @@ def parse_new_line(line: bytes) -> Mapping[str, Any]:
         BadRowError: it is no JSON object, or names a key twice.
     """
     row = parse_line(line)
-    # Seldom more than the keys that there are: then one is named twice, or a text looks like it.
+    # The fast parser keeps the last of equal keys in silence. The slow one, which refuses them, is
+    # needed only where the line has more `":` than the row has keys: a text may look like a key.
     if len(_KEY_END.findall(line)) > _count_keys(row):
-        json.loads(line.removeprefix(codecs.BOM_UTF8), object_pairs_hook=_once)
+        json.loads(line.removeprefix(codecs.BOM_UTF8), object_pairs_hook=_unique_keys)
     return row
 
 
@@ -332,8 +331,8 @@ def _count_keys(value: Any) -> int:
     return sum(map(_count_keys, value)) if type(value) is list else 0
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these keys and values.
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object with these keys and values.
 
     Raises:
         BadRowError: a key is there twice. Readers of JSON take the last, in silence.
@@ -346,7 +345,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _why_no_json(line: bytes, error: ValueError) -> str:
+def _explain_json_error(line: bytes, error: ValueError) -> str:
     """The reason why a line is not JSON, and the remedy for what programs write often."""
     try:
         json.loads(line, parse_constant=_no_constant)
@@ -394,14 +393,14 @@ def as_line(row: Mapping[str, Any]) -> bytes:
 
 
 def _dump_row(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, default=_in_json, ensure_ascii=False, allow_nan=False).encode()
+    return json.dumps(row, default=_json_default, ensure_ascii=False, allow_nan=False).encode()
 
 
 def _no_constant(name: str) -> None:
     raise BadRowError(f"{name} is not a number of JSON: write null instead")
 
 
-def _in_json(value: Any) -> Any:
+def _json_default(value: Any) -> Any:
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, Decimal | UUID):
@@ -476,17 +475,17 @@ def _text_of(path: Path, newline: str) -> Iterator[io.TextIOWrapper]:
         yield text
 
 
-def _of_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
+def _read_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
     """The rows of an array of objects, of an object with one list of them, or of JSON lines, by how
     the file begins.
     """
     with _text_of(path, "\n") as file:
-        head = _head(file)
+        head = _read_head(file)
         if "".join(head).lstrip().startswith("["):
-            for number, (line, value) in enumerate(_of_array(_Begun(head, file)), 1):
+            for number, (line, value) in enumerate(_read_array(_Rejoined(head, file)), 1):
                 yield f"row {number} (line {line})", read_or_error(_object, value)
             return
-        whole = _of_one_object(head, file) if kind_of(path) == ".json" else None
+        whole = _rows_of_object(head, file) if kind_of(path) == ".json" else None
         for number, row in enumerate(whole or (), 1):
             yield f"row {number}", read_or_error(_object, row)
         for number, text in enumerate(() if whole else chain(head, file), 1):
@@ -497,7 +496,7 @@ def _of_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]
                 )
 
 
-def _head(file: io.TextIOBase) -> list[str]:
+def _read_head(file: io.TextIOBase) -> list[str]:
     """The lines of a file up to the second one that is not empty."""
     head: list[str] = []
     while sum(map(bool, map(str.strip, head))) < 2 and (line := file.readline()):
@@ -505,7 +504,7 @@ def _head(file: io.TextIOBase) -> list[str]:
     return head
 
 
-class _Begun(io.TextIOBase):
+class _Rejoined(io.TextIOBase):
     """A text of which the first lines have been read."""
 
     def __init__(self, head: Sequence[str], rest: io.TextIOBase) -> None:
@@ -517,7 +516,7 @@ class _Begun(io.TextIOBase):
         return head or self._rest.read(size)
 
 
-def _of_one_object(head: list[str], rest: io.TextIOBase) -> list[Any] | None:
+def _rows_of_object(head: list[str], rest: io.TextIOBase) -> list[Any] | None:
     """The rows of a file that is one object: those in its only list of objects, or the object. None
     for JSON lines.
 
@@ -569,7 +568,7 @@ def _parse_json(text: str) -> Any:
         BadRowError: it has numbers that JSON does not have, or a key twice.
     """
     try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once)
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique_keys)
     except (json.JSONDecodeError, RecursionError):
         return None
 
@@ -584,13 +583,15 @@ def read_or_error(
         return error
 
 
-def _of_array(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
+def _read_array(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
     """(line, value) of each value in an array of JSON, of which only a part is held.
 
     Raises:
         ValueError: a value is no JSON, or the array has no end, or something follows that.
     """
-    decode = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_once).raw_decode
+    decode = json.JSONDecoder(
+        parse_constant=_no_constant, object_pairs_hook=_unique_keys
+    ).raw_decode
     text, line, block = file.read(_BLOCK_CHARACTERS), 1, _BLOCK_CHARACTERS
     place = text.index("[") + 1
     while True:
@@ -614,21 +615,19 @@ def _of_array(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
             raise
         except (ValueError, RecursionError) as error:
             value, end, problem = None, len(text), str(error)
+        # A value at the very end of the text may go on: 12 may be the beginning of 123.
         if end < len(text):
             yield line + text.count("\n", place, begin), value
             line, place, block = line + text.count("\n", place, end), end, _BLOCK_CHARACTERS
         elif more := file.read(block):
-            # Twice as much: a long value is read in few tries.
-            text, place, block = (
-                text[place:] + more,
-                0,
-                2 * block,
-            )
+            # Each try parses the value from its start, so the next block is twice as long: a long
+            # value takes few tries.
+            text, place, block = text[place:] + more, 0, 2 * block
         else:
             raise ValueError(f"what follows is not JSON, or the array is not closed: {problem}")
 
 
-def _of_csv(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
+def _read_csv(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
     """The rows of a file whose fields are separated by what its head has most of: commas,
     semicolons, tabs or bars. Lines without any field, as Excel writes them, are no rows.
     """
@@ -642,13 +641,13 @@ def _of_csv(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]
             delimiter = said[1] if said else _delimiter(first)
             reader = csv.reader(chain([first], file), delimiter=delimiter, strict=True)
             head = [name.strip() for name in next(reader, [])]
-            _different([name for name in head if name])
+            _check_unique([name for name in head if name])
             offset = begin - 1
             begin += reader.line_num
             for fields in reader:
                 where, begin = f"line {begin}", reader.line_num + 1 + offset
                 if any(fields):
-                    yield where, read_or_error(lambda given: _named(head, given), fields)
+                    yield where, read_or_error(lambda given: _name_fields(head, given), fields)
     finally:
         csv.field_size_limit(usual)
 
@@ -667,7 +666,7 @@ def _delimiter(head: str) -> str:
     return max(_DELIMITERS, key=lambda sign: (bare.count(sign), head.count(sign)))
 
 
-def _named(head: Sequence[str], fields: Sequence[str]) -> Mapping[str, Any]:
+def _name_fields(head: Sequence[str], fields: Sequence[str]) -> Mapping[str, Any]:
     """The fields by their names in the head. Those without a name and a value, which Excel writes
     beside a table, are left out.
 
@@ -685,12 +684,14 @@ def _named(head: Sequence[str], fields: Sequence[str]) -> Mapping[str, Any]:
     return {name: field for name, field in zip(head, fields, strict=True) if name or field}
 
 
-def _of_arrow(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_arrow(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     number = 0
     with path.open("rb") as file:
-        batches = _of_parquet(file, columns) if kind_of(path) == ".parquet" else _of_ipc(file)
+        batches = (
+            _parquet_batches(file, columns) if kind_of(path) == ".parquet" else _ipc_batches(file)
+        )
         for batch in batches:
-            _different(batch.schema.names)
+            _check_unique(batch.schema.names)
             mapped = [field for field in batch.schema if _has_map(field.type)]
             for row in batch.to_pylist():
                 number += 1
@@ -715,22 +716,22 @@ def _with_objects(value: Any, kind: "pa.DataType") -> Any:
     if value is None or not _has_map(kind):
         return value
     if pa.types.is_map(kind):
-        return _once([(key, _with_objects(one, kind.item_type)) for key, one in value])
+        return _unique_keys([(key, _with_objects(one, kind.item_type)) for key, one in value])
     if pa.types.is_struct(kind):
         fields = [kind.field(number) for number in range(kind.num_fields)]
         return {one.name: _with_objects(value[one.name], one.type) for one in fields}
     return [_with_objects(one, kind.value_type) for one in value]
 
 
-def _of_parquet(file: BinaryIO, columns: Collection[str]) -> "Iterator[pa.RecordBatch]":
+def _parquet_batches(file: BinaryIO, columns: Collection[str]) -> "Iterator[pa.RecordBatch]":
     import pyarrow.parquet as pq
 
     data = pq.ParquetFile(file)
-    wanted = _there(columns, data.schema_arrow.names)
-    yield from data.iter_batches(_AT_ONCE, columns=None if wanted is None else [*wanted])
+    wanted = _names_with(columns, data.schema_arrow.names)
+    yield from data.iter_batches(_BATCH_ROWS, columns=None if wanted is None else [*wanted])
 
 
-def _of_ipc(file: BinaryIO) -> "Iterator[pa.RecordBatch]":
+def _ipc_batches(file: BinaryIO) -> "Iterator[pa.RecordBatch]":
     """The parts of a file of Arrow's format for streams, or for files (Feather)."""
     import pyarrow as pa
 
@@ -744,13 +745,13 @@ def _of_ipc(file: BinaryIO) -> "Iterator[pa.RecordBatch]":
         yield data.get_batch(number)
 
 
-def _different(names: Sequence[str]) -> Sequence[str]:
+def _check_unique(names: Sequence[str]) -> Sequence[str]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two columns are called {twice[0]!r}")
     return names
 
 
-def _of_hub(source: HubDataset) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_hub(source: HubDataset) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         import datasets
     except ImportError as error:
@@ -762,9 +763,7 @@ def _of_hub(source: HubDataset) -> Iterator[tuple[str, Mapping[str, Any]]]:
         rows = datasets.load_dataset(
             source.name, source.subset, split=source.split, revision=source.revision
         )
-    except (
-        Exception
-    ) as error:  # of any of a dozen libraries: there is nothing to read, whatever it was
+    except Exception as error:  # of any of a dozen libraries; none of them leaves rows to read
         raise ConfigError(
             f"{source.name!r} is no file or folder here, and as a dataset of the hub it cannot be"
             f" loaded (split {source.split}): {type(error).__name__}: {error}"

@@ -142,6 +142,6 @@ def test_a_run_keeps_its_ledger_where_the_kernel_has_no_locks_and_a_killed_one_i
             assert run.stdout is not None
             assert run.stdout.readline() == "held\n"
             other = FileLock(tmp_path / "lock")
-            assert not other._mark(wait=False)
+            assert not other._acquire_by_marker(wait=False)
             assert str(other.holder()).startswith(f"process {run.pid} on")
             run.send_signal(signal.SIGKILL)

@@ -667,7 +667,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused_and_read_again(
         return str(row)
 
     with monkeypatch.context() as patched:
-        patched.setattr("agentrl.tasks.dataset._check_of", lambda *args: growing)
+        patched.setattr("agentrl.tasks.dataset._make_row_check", lambda *args: growing)
         with pytest.raises(ConfigError, match=r"data.jsonl has changed while it was read"):
             tasks(path)
     assert len(tasks(path, held_out=0.0)) == 21
