@@ -20,8 +20,8 @@ from agentrl.settings.base import Settings
 from agentrl.trajectory import Score, Task, Trajectory
 
 
-def _checks(code: str) -> str:
-    """Python code that defines `check`."""
+def _check_checker(code: str) -> str:
+    """Python code, as it is, if it defines `check`."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError) as error:
@@ -34,8 +34,8 @@ def _checks(code: str) -> str:
     return code
 
 
-def _calls(text: str) -> str:
-    """A function: its name, or how to get it."""
+def _check_call(text: str) -> str:
+    """The name of a function, or how to get it, as it is, if it is one."""
     try:
         called: ast.AST = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError) as error:
@@ -49,7 +49,7 @@ def _calls(text: str) -> str:
     return text
 
 
-Checker = Annotated[str, AfterValidator(_checks)]
+Checker = Annotated[str, AfterValidator(_check_checker)]
 
 
 class InOut(Settings):
@@ -70,7 +70,7 @@ class InOut(Settings):
 class Call(Settings):
     """The result of a function of the program for these arguments. All values are JSON."""
 
-    call: Annotated[str, AfterValidator(_calls)]
+    call: Annotated[str, AfterValidator(_check_call)]
     """Name of the function, or how to get it: `Solution().f` is a method."""
     args: tuple[Any, ...] = ()
     """Arguments by position."""
@@ -150,7 +150,7 @@ class CodeTests:
         """
         tests = self._tests(trajectory.task)
         program = _program(trajectory, stripped=True)
-        passed = [False] * len(tests) if program is None else await self._run_all(program, tests)
+        passed = [False] * len(tests) if program is None else await self._run_tests(program, tests)
         whole = float(all(passed))
         return Score(
             whole if self._config.all_or_nothing else sum(passed) / len(passed),
@@ -168,7 +168,8 @@ class CodeTests:
     def _tests(self, task: Task) -> list[Test]:
         return (tests_of if self._config.checker is None else _tests_in)(task, self._config.tests)
 
-    async def _run_all(self, program: str, tests: Sequence[Test]) -> list[bool]:
+    async def _run_tests(self, program: str, tests: Sequence[Test]) -> list[bool]:
+        """True for each test that the program passes."""
         mark = secrets.token_hex(16)  # so that no print of the program looks like the end of a test
         runs = [
             (
@@ -188,8 +189,14 @@ class CodeTests:
             return False
         if isinstance(test, InOut):
             return await self._has_right_output(test, ran.stdout)
+        # The program may have printed before the mark; what it returned stands after it.
         _, marked, returned = ran.stdout.rpartition(mark)
-        return bool(marked) and (isinstance(test, str) or _equal(_read(returned), test.returns))
+        if not marked or isinstance(test, str):
+            return bool(marked)
+        try:
+            return _equal(json.loads(returned), test.returns)
+        except (ValueError, RecursionError):
+            return False
 
     async def _has_right_output(self, test: InOut, stdout: str) -> bool:
         """True if the program printed the right output."""
@@ -201,6 +208,8 @@ class CodeTests:
             tolerance = config.tolerance if test.tolerance is None else test.tolerance
             return same_output(stdout, test.stdout or "", test.compare or config.compare, tolerance)
         said = await self._ask_checker(checker, test, stdout)
+        # The program's output may be what the checker fails on. If it also fails on the right one,
+        # the checker is at fault, and no score of the program would be true.
         if (
             said is None
             and test.stdout is not None
@@ -313,6 +322,9 @@ sys.stdout.write({mark!r} + last)
 
 
 def _harness_of_checker(checker: str, mark: str) -> str:
+    """A program that gives its input, which is JSON, to the checker, and prints `mark` and then
+    the verdict.
+    """
     return f"""
 import json, sys
 scope = {{"__name__": "checker"}}
@@ -325,15 +337,8 @@ sys.stdout.write({mark!r} + json.dumps(said))
 """
 
 
-def _read(text: str) -> Any:
-    """The parsed result of a call; an object that equals nothing if it cannot be parsed."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return object()
-
-
 def _equal(one: Any, other: Any) -> bool:
+    """Equal as values of JSON. Lists may also be tuples, and floats are compared to nine digits."""
     if isinstance(one, list) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
     if isinstance(one, dict) and isinstance(other, dict):

@@ -22,7 +22,8 @@ class Criterion(Settings):
     """Its weight in the score."""
 
 
-def _criterion(written: Any) -> Any:
+def _expand_criterion(written: Any) -> Any:
+    """A criterion that is only a text, as its settings."""
     return {"about": written} if isinstance(written, str) else written
 
 
@@ -40,8 +41,8 @@ class RubricJudge:
     class Config(EvidenceSettings):
         """Settings of `judge`."""
 
-        criteria: dict[CriterionName, Annotated[Criterion, BeforeValidator(_criterion)]] = Field(
-            min_length=1
+        criteria: dict[CriterionName, Annotated[Criterion, BeforeValidator(_expand_criterion)]] = (
+            Field(min_length=1)
         )
         """By name: `clear: The answer is easy to follow`, or with a weight: `clear: {about: ...,
         weight: 2}`.
@@ -52,7 +53,9 @@ class RubricJudge:
     def __init__(self, config: Config, client: httpx.AsyncClient | None = None) -> None:
         self._config = config
         self._endpoint = JudgeEndpoint(config, client)
-        self._verdict = _verdict(list(config.criteria), config.levels, reasons=config.reasons)
+        self._verdict = _make_verdict_type(
+            list(config.criteria), config.levels, reasons=config.reasons
+        )
 
     async def __aenter__(self) -> Self:
         await self._endpoint.__aenter__()
@@ -95,7 +98,7 @@ class RubricJudge:
         return self._endpoint.tally.take()
 
 
-def _verdict(criteria: Sequence[str], levels: int, *, reasons: bool) -> type[Verdict]:
+def _make_verdict_type(criteria: Sequence[str], levels: int, *, reasons: bool) -> type[Verdict]:
     """The schema of an answer. Levels are an enumeration, which every engine for structured output
     supports.
     """
@@ -107,6 +110,7 @@ def _verdict(criteria: Sequence[str], levels: int, *, reasons: bool) -> type[Ver
         f"level_{i}": (level, Field(alias=name)) for i, name in enumerate(criteria)
     }
     fields: dict[str, Any] = {"levels": (create_model("Levels", __base__=Verdict, **by_name), ...)}
+    # A model writes the fields in this order: a reason after its levels would only defend them.
     if reasons:
         fields = {
             "reason": (str, Field(description="one or two sentences for each criterion")),

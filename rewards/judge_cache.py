@@ -31,9 +31,19 @@ class VerdictCache:
 
     def __enter__(self) -> Self:
         try:
-            if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._connect()
+            path = self._path
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                # Without locks, two runs that write at once would spoil the file.
+                if not has_record_locks(path.parent):
+                    logger.warning(
+                        "the judge's cache is kept in memory, as the file system of %s has no"
+                        " locks",
+                        path,
+                    )
+                    path = None
+            self._file = sqlite3.connect(path or ":memory:", timeout=5.0, isolation_level=None)
+            self._file.execute("PRAGMA journal_mode = WAL")  # readers do not wait for a writer
             # A power cut may lose verdicts, which can be asked again.
             self._file.execute("PRAGMA synchronous = OFF")
             self._file.execute(
@@ -47,17 +57,6 @@ class VerdictCache:
                 " `cache`, or null"
             ) from error
         return self
-
-    def _connect(self) -> sqlite3.Connection:
-        path = self._path
-        if path is not None and not has_record_locks(path.parent):
-            logger.warning(
-                "the judge's cache is kept in memory, as the file system of %s has no locks", path
-            )
-            path = None
-        file = sqlite3.connect(path or ":memory:", timeout=5.0, isolation_level=None)
-        file.execute("PRAGMA journal_mode = WAL")
-        return file
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -38,9 +38,9 @@ T = TypeVar("T")
 V = TypeVar("V", bound=BaseModel)
 LARGEST_ANSWER = 8 << 20
 """Most bytes of an answer; a longer one is not read to its end."""
-_BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+_BUSY_CODES = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """The server, or what stands before it, may answer when it is asked again."""
-_NEVER = (401, 404)
+_NEVER_CODES = (401, 404)
 """The key or the address is wrong, for every question alike."""
 _LONGEST_PAUSE = 30.0
 
@@ -96,7 +96,7 @@ class JudgeEndpoint:
         async with AsyncExitStack() as opened:
             self._client = self._given_client or await opened.enter_async_context(http_client())
             opened.enter_context(self._cache)
-            self._model = await self._ask_what_is_served()
+            self._model = await self._find_model()
             self._open = opened.pop_all()
         return self
 
@@ -113,6 +113,7 @@ class JudgeEndpoint:
             ConfigError: the endpoint refuses the key or the model.
         """
         schema = _schema_of(verdict)
+        # With a fixed key in the place of the random one, or no question would be asked twice.
         question = question_key(self._url, self._body(prompt.messages(schema, key="0"), schema))
         turn = self._asked_now.setdefault(question, asyncio.Lock())
         async with turn:
@@ -121,24 +122,25 @@ class JudgeEndpoint:
                     answer = verdict.model_validate_json(known)
                     self.tally.cached += 1
                     return answer
-            answer = await self._insist(lambda: self._judge(prompt, verdict))
+            answer = await self._retry(lambda: self._ask_anew(prompt, verdict))
             self._cache.put(question, answer.model_dump_json(by_alias=True))
             return answer
 
-    async def _insist(self, once: Callable[[], Awaitable[T]]) -> T:
+    async def _retry(self, once: Callable[[], Awaitable[T]]) -> T:
         """Do `once`, in a place, until it succeeds or the budget is spent, and pause between."""
         clock = asyncio.get_running_loop()
         begun: float | None = None
         for asked in count(1):
             async with self._places:
+                # The wait for the first place is not in the budget: other questions cause it.
                 begun = clock.time() if begun is None else begun
                 try:
-                    await self._pace()
+                    await self._wait_for_turn()
                     return await once()
                 except _NoVerdictError as error:
                     failure = error
             self.tally.failures[failure.kind] += 1
-            pause, spent = max(failure.pause, self._pause(asked)), clock.time() - begun
+            pause, spent = max(failure.pause, self._next_pause(asked)), clock.time() - begun
             if asked > self._config.retries or spent + pause > self._config.budget:
                 raise RewardError(
                     f"the judge at {self._url} gave no verdict: asked {asked} times in {spent:.1f}"
@@ -148,7 +150,7 @@ class JudgeEndpoint:
             await asyncio.sleep(pause)
         raise AssertionError("unreachable")
 
-    async def _judge(self, prompt: JudgePrompt, verdict: type[V]) -> V:
+    async def _ask_anew(self, prompt: JudgePrompt, verdict: type[V]) -> V:
         """The model's answer to a new request, under a new key."""
         clock = asyncio.get_running_loop()
         sent = clock.time()
@@ -168,6 +170,7 @@ class JudgeEndpoint:
                 f"an answer cut after {usage.completion_tokens} tokens: raise max_tokens",
             )
         content = choice.message.content or ""
+        # Readers of JSON keep the last of two values, and the judge may have meant the first.
         if (key := _repeated_key(content)) is not None:
             raise _NoVerdictError(
                 "unreadable", f"two values of {key!r:.80}, of which either could be meant"
@@ -181,17 +184,20 @@ class JudgeEndpoint:
         url = f"{self._url}{path}"
         # ASCII: half of a surrogate pair is no UTF-8.
         content = None if body is None else json.dumps(body)
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         try:
             async with asyncio.timeout(self._config.timeout):
                 async with self._client.stream(
                     method,
                     url,
                     content=content,
-                    headers=self._headers,
+                    headers=headers,
                     follow_redirects=False,
                     timeout=None,
                 ) as response:
-                    answer = await _read(response)
+                    answer = await _read_body(response)
         except TimeoutError:
             raise _NoVerdictError(
                 "unreachable", f"no answer within timeout={self._config.timeout:g} s"
@@ -201,10 +207,11 @@ class JudgeEndpoint:
             raise _NoVerdictError("unreachable", why) from error
         if response.status_code == 200:
             return answer
-        detail = (
-            f"{response.status_code}: {self._without_key(answer.decode(errors='replace'))[:300]}"
-        )
-        if response.status_code in _BUSY:
+        # Some servers repeat the key that they refuse, and errors go into logs.
+        said = answer.decode(errors="replace")
+        said = said.replace(self._key, "***") if self._key else said
+        detail = f"{response.status_code}: {said[:300]}"
+        if response.status_code in _BUSY_CODES:
             raise _NoVerdictError(
                 "busy", detail, _retry_after(response.headers.get("Retry-After", ""))
             )
@@ -213,16 +220,11 @@ class JudgeEndpoint:
         # It has answered before, so it is being restarted.
         if response.status_code == 404 and self._has_answered:
             raise _NoVerdictError("unreachable", detail)
-        if response.status_code in _NEVER:
+        if response.status_code in _NEVER_CODES:
             raise ConfigError(
                 f"{url} refuses the judge's key or model (api_key_env, model, url) with {detail}"
             )
         raise RewardError(f"{url} refuses the question with {detail}")
-
-    @property
-    def _headers(self) -> dict[str, str]:
-        authorization = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        return {"Content-Type": "application/json", **authorization}
 
     def _body(self, messages: list[dict[str, str]], schema: Mapping[str, Any]) -> dict[str, Any]:
         config = self._config
@@ -241,13 +243,17 @@ class JudgeEndpoint:
             **config.extra_body,
         }
 
-    async def _ask_what_is_served(self) -> str:
+    async def _find_model(self) -> str:
         """The name of the model to ask; finds that the endpoint cannot work before anything else
         starts.
         """
         wanted = self._config.model
+
+        async def list_models() -> ServedModels:
+            return _parse(ServedModels, await self._send("GET", "/models"))
+
         try:
-            listed = await self._insist(self._list_models)
+            listed = await self._retry(list_models)
         except _NoListError as error:
             if wanted is None:
                 raise ConfigError(
@@ -267,10 +273,7 @@ class JudgeEndpoint:
             )
         return wanted
 
-    async def _list_models(self) -> ServedModels:
-        return _parse(ServedModels, await self._send("GET", "/models"))
-
-    async def _pace(self) -> None:
+    async def _wait_for_turn(self) -> None:
         """Wait for this request's place in `requests_per_minute`."""
         if self._config.requests_per_minute is None:
             return
@@ -279,7 +282,7 @@ class JudgeEndpoint:
         self._next_request = mine + 60.0 / self._config.requests_per_minute
         await asyncio.sleep(mine - now)
 
-    def _pause(self, failures: int) -> float:
+    def _next_pause(self, failures: int) -> float:
         """Seconds after the n-th failure in a row: doubled each time, and never the same for two
         who fail at once.
         """
@@ -287,6 +290,7 @@ class JudgeEndpoint:
         return longest * self._jitter.uniform(0.5, 1.0)
 
     def _read_key(self) -> str:
+        """The API key; empty if there is none to send."""
         variable = self._config.api_key_env
         if variable is None:
             return ""
@@ -295,9 +299,6 @@ class JudgeEndpoint:
                 f"the judge's api_key_env={variable}, but no such environment variable is set"
             )
         return key
-
-    def _without_key(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
 
 
 @cache  # making it takes longer than all else that is done for a verdict
@@ -310,11 +311,11 @@ def _parse(model: type[V], answer: bytes | str) -> V:
         return model.model_validate_json(answer)
     except ValidationError as error:
         raise _NoVerdictError(
-            "unreadable", f"something that is no {model.__name__}: {_short(error)}"
+            "unreadable", f"something that is no {model.__name__}: {_first_problem(error)}"
         ) from error
 
 
-async def _read(response: httpx.Response) -> bytes:
+async def _read_body(response: httpx.Response) -> bytes:
     """The body of an answer, if it is not too long."""
     body = bytearray()
     async for part in response.aiter_bytes():
@@ -342,7 +343,7 @@ def _repeated_key(text: str) -> str | None:
     return found[0] if found else None
 
 
-def _short(error: ValidationError) -> str:
+def _first_problem(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.200}"
 

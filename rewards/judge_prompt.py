@@ -89,11 +89,12 @@ def as_data(value: Any) -> str:
 
 
 def _escape(found: re.Match[str]) -> str:
+    """A suspect character as JSON's escape, which a judge reads and a tokenizer does not."""
     character = found[0]
     visible = (
         unicodedata.category(character) not in _UNSEEN and ord(character) < _FIRST_INVISIBLE_CODE
     )
-    # Also full-width ones.
+    # Also full-width ones, which a server may normalise.
     if visible and not _MARKS & set(unicodedata.normalize("NFKC", character)):
         return character
     return f"\\u{ord(character):04x}" if ord(character) < 0x10000 else json.dumps(character)[1:-1]

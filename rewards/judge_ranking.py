@@ -58,6 +58,7 @@ def strengths(points: Mapping[tuple[int, int], float], size: int) -> list[float]
 
 
 def _wins(points: Mapping[tuple[int, int], float], size: int) -> list[float]:
+    """The points of each member, over all its games."""
     won_G = [0.0] * size
     for (i, j), of_first in points.items():
         won_G[i] += of_first

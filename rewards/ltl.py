@@ -207,31 +207,36 @@ def accepts(state: State) -> bool:
 
 
 def _just(formula: Formula) -> State:
+    """A state with one alternative, which has one obligation."""
     return frozenset({frozenset({formula})})
 
 
 def _both(left: State, right: State) -> State:
+    """The state in which one alternative of each holds."""
     joined = {a | b for a in left for b in right}
-    return _shortest(alternative for alternative in joined if not _contradicts(alternative))
+    return _without_longer(
+        alternative
+        for alternative in joined
+        # No rest of a trace has an atom and its contrary. Longer contradictions may stay: they
+        # only make more states.
+        if not any(
+            isinstance(one, Atom | Remains) and negation(one) in alternative for one in alternative
+        )
+    )
 
 
 def _either(left: State, right: State) -> State:
-    return _shortest(left | right)
+    """The state in which an alternative of either holds."""
+    return _without_longer(left | right)
 
 
-def _shortest(alternatives: Iterable[frozenset[Formula]]) -> State:
+def _without_longer(alternatives: Iterable[frozenset[Formula]]) -> State:
     """Drop alternatives whose obligations include all those of another one."""
     kept: list[frozenset[Formula]] = []
     for alternative in sorted(set(alternatives), key=len):
         if not any(other <= alternative for other in kept):
             kept.append(alternative)
     return frozenset(kept)
-
-
-def _contradicts(alternative: frozenset[Formula]) -> bool:
-    return any(
-        isinstance(one, Atom | Remains) and negation(one) in alternative for one in alternative
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +291,7 @@ def automaton(text: str) -> Automaton:
         ValueError: the text is not a formula, or has too many atoms or states.
     """
     formula = parse(text)
-    atoms = tuple(sorted(set(_atoms(formula))))
+    atoms = tuple(sorted(set(_atoms_in(formula))))
     if len(atoms) > MOST_ATOMS:
         raise ValueError(
             f"{text!r} has {len(atoms)} atoms, and a monitor may have {MOST_ATOMS}: write several"
@@ -296,6 +301,8 @@ def automaton(text: str) -> Automaton:
     letters = sorted(
         (sum(1 << bit for bit in bits), frozenset(atoms[bit] for bit in bits)) for bits in every
     )
+    # Every state is reached from the first by some letters, so a walk over them finds all. The
+    # numbers are in the order of that walk.
     numbers = {state_of(formula): 0}
     after: list[tuple[int, ...]] = []
     unseen = deque(numbers)
@@ -340,15 +347,16 @@ def _distances(after: list[tuple[int, ...]], goal: list[bool]) -> tuple[int | No
     return tuple(found)
 
 
-def _atoms(formula: Formula) -> Iterator[str]:
+def _atoms_in(formula: Formula) -> Iterator[str]:
+    """The names of a formula's atoms, some of them more than once."""
     match formula:
         case Atom(name):
             yield name
         case Next(inner):
-            yield from _atoms(inner)
+            yield from _atoms_in(inner)
         case And(left, right) | Or(left, right) | Until(left, right) | Release(left, right):
-            yield from _atoms(left)
-            yield from _atoms(right)
+            yield from _atoms_in(left)
+            yield from _atoms_in(right)
 
 
 class _Token(NamedTuple):
@@ -396,6 +404,7 @@ class _Reader:
         )
 
     def _take(self, *kinds: str) -> bool:
+        """Go on to the next token, if the current one is of one of these kinds."""
         if self.token.kind not in kinds:
             return False
         self.token = next(self._tokens)
@@ -464,6 +473,7 @@ class _Reader:
 
 
 def _tokens(text: str) -> Iterator[_Token]:
+    """The tokens of a text, and then its end, as often as it is asked for."""
     at = 0
     while found := _TOKENS.match(text, at):
         start = found.end() - len(found[0].lstrip())

@@ -49,11 +49,12 @@ class Monitor:
         @classmethod
         def _is_a_formula(cls, formula: str) -> str:
             for atom in automaton(formula).atoms:
-                _matcher(atom)
+                _parse_atom(atom)
             return formula
 
         @model_validator(mode="after")
         def _tells_episodes_apart(self) -> Self:
+            # A formula that gives every episode the same score is nearly always a mistake.
             machine = automaton(self.formula)
             ends = machine.ends()
             said = {_holds_at(machine, state, self.end) for state in ends}
@@ -80,7 +81,7 @@ class Monitor:
 
     def content(self, trajectory: Trajectory) -> tuple[frozenset[str], ...]:
         """The episode's events, each as the formula's atoms that hold in it."""
-        matchers = {atom: _matcher(atom) for atom in self.automaton.atoms}
+        matchers = {atom: _parse_atom(atom) for atom in self.automaton.atoms}
         names = {name for name, _ in matchers.values()} - _NO_TOOLS
         return tuple(
             frozenset(
@@ -96,6 +97,7 @@ class Monitor:
         machine = self.automaton
         state = machine.run(content)
         holds = _holds_at(machine, state, self._config.end)
+        # None: the formula can no longer hold.
         left, first = machine.to_accepted[state], machine.to_accepted[0]
         progress = 0.0 if left is None else max(0.0, 1.0 - left / max(1, first or 0))
         paid = progress if self._config.pays == "progress" else float(holds)
@@ -138,7 +140,7 @@ def events(trajectory: Trajectory, names: Collection[str] = ()) -> Iterator[Even
             yield None, frozenset({"message"})
 
 
-def _matcher(atom: str) -> tuple[str, dict[str, Any]]:
+def _parse_atom(atom: str) -> tuple[str, dict[str, Any]]:
     """The tool and the arguments that an atom names.
 
     Raises:
@@ -162,6 +164,7 @@ def _matcher(atom: str) -> tuple[str, dict[str, Any]]:
 
 
 def _holds(event: Event, atom: str, name: str, arguments: dict[str, Any]) -> bool:
+    """True if the atom, of this tool and arguments, holds in an event."""
     call, others = event
     if atom in others:
         return True
@@ -169,11 +172,14 @@ def _holds(event: Event, atom: str, name: str, arguments: dict[str, Any]) -> boo
     return (
         call is not None
         and call.name == name
-        and all(_same(call.arguments.get(key, missing), value) for key, value in arguments.items())
+        and all(
+            _equal_as_json(call.arguments.get(key, missing), value)
+            for key, value in arguments.items()
+        )
     )
 
 
-def _same(given: Any, asked: Any) -> bool:
+def _equal_as_json(given: Any, asked: Any) -> bool:
     """Equal as JSON: 1 is not true."""
     return type(given) is type(asked) and json.dumps(given, sort_keys=True) == json.dumps(
         asked, sort_keys=True

@@ -5,6 +5,7 @@ import re
 from typing import Literal
 
 Comparison = Literal["lines", "words", "exact"]
+# Every repetition is bounded, so that no output makes it slow.
 _NUMBER = re.compile(
     r"[-+]?(?:\d{1,400}(?:\.\d{0,400})?|\.\d{1,400})(?:[eE][-+]?\d{1,4})?", re.ASCII
 )
@@ -40,11 +41,12 @@ def _lines(text: str) -> list[str]:
 def _same_words(printed: list[str], expected: list[str], tolerance: float) -> bool:
     pairs = zip(printed, expected, strict=False)
     return len(printed) == len(expected) and all(
-        one == other or _close(one, other, tolerance) for one, other in pairs
+        one == other or _are_near(one, other, tolerance) for one, other in pairs
     )
 
 
-def _close(printed: str, expected: str, tolerance: float) -> bool:
+def _are_near(printed: str, expected: str, tolerance: float) -> bool:
+    """True if both words are numbers, and differ by no more than the tolerance."""
     if not tolerance or not (_NUMBER.fullmatch(printed) and _NUMBER.fullmatch(expected)):
         return False
     one, other = float(printed), float(expected)

@@ -98,7 +98,7 @@ class RewardModel:
             )
         waiting = _Waiting(token_ids, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
-        self._work()
+        self._start_batch()
         score = await waiting.score
         if not math.isfinite(score):
             raise RewardError(f"the reward model computed {score}, which is no score")
@@ -110,7 +110,7 @@ class RewardModel:
         self._scored = self._batches = 0
         return {"scored": float(scored), "batch_mean": scored / max(1, batches)}
 
-    def _work(self) -> None:
+    def _start_batch(self) -> None:
         """Start the next batch, unless the thread is busy."""
         batch: list[_Waiting] = []
         while self._queue and not self._busy and len(batch) < self._config.batch:
@@ -123,10 +123,13 @@ class RewardModel:
         self._batches += 1
         self._scored += len(batch)
         ids = [waiting.token_ids for waiting in batch]
-        working = asyncio.get_running_loop().run_in_executor(self._thread, _score, self._model, ids)
-        working.add_done_callback(lambda done: self._finish(batch, done))
+        working = asyncio.get_running_loop().run_in_executor(
+            self._thread, _compute_scores, self._model, ids
+        )
+        working.add_done_callback(lambda done: self._give_scores(batch, done))
 
-    def _finish(self, batch: Sequence[_Waiting], done: "asyncio.Future[list[float]]") -> None:
+    def _give_scores(self, batch: Sequence[_Waiting], done: "asyncio.Future[list[float]]") -> None:
+        """Tell those that wait what the thread has computed, and start the next batch."""
         self._busy = False
         error = None if done.cancelled() else done.exception()
         for place, waiting in enumerate(batch):
@@ -140,8 +143,8 @@ class RewardModel:
                 )
             else:
                 waiting.score.set_result(done.result()[place])
-        if self._thread is not None:
-            self._work()
+        if self._thread is not None:  # else the reward has been left meanwhile
+            self._start_batch()
 
 
 def _load(folder: Path, device: str) -> Any:
@@ -163,7 +166,7 @@ def _load(folder: Path, device: str) -> Any:
     return model.eval().to(chosen)
 
 
-def _score(model: Any, sequences: Sequence[IntArray]) -> list[float]:
+def _compute_scores(model: Any, sequences: Sequence[IntArray]) -> list[float]:
     """One output for each token sequence. The padding at the end changes only the last digits."""
     import torch
     from torch.nn.utils.rnn import pad_sequence

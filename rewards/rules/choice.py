@@ -41,7 +41,9 @@ class Choice(AnswerRule):
 
     def right(self, answer: str, gold: Any) -> bool:
         """True if this letter (or the number of a choice, from 0) is named."""
-        return bool(self.find_choice(answer) == checked(self._config.gold, gold, self._letter))
+        return bool(
+            self.find_choice(answer) == checked(self._config.gold, gold, self._parse_letter)
+        )
 
     def find_choice(self, answer: str) -> str | None:
         """The letter that an answer names; None where it names none."""
@@ -52,12 +54,18 @@ class Choice(AnswerRule):
             for last in pattern.finditer(answer):  # noqa: B007  the last one
                 pass
             if last is not None:
+                # A later pattern may match a letter of the same two, so it is not asked.
                 place = last.start(1)
                 is_one = not any(first <= place < stop for first, stop in several)
                 return last[1] if is_one else None
         return None
 
-    def _letter(self, gold: Any) -> str:
+    def _parse_letter(self, gold: Any) -> str:
+        """The letter of a right answer, which may be its number.
+
+        Raises:
+            ValueError: it is no choice.
+        """
         if (
             isinstance(gold, int)
             and not isinstance(gold, bool)

@@ -54,7 +54,7 @@ class Math(AnswerRule):
             ConfigError: it cannot.
         """
         for gold in self.golds(task):
-            if not _word(text := _text(gold)):
+            if not _as_words(text := _gold_as_text(gold)):
                 self._forms(gold, text)
 
     def golds(self, task: Task) -> tuple[Any, ...]:
@@ -65,7 +65,7 @@ class Math(AnswerRule):
         """
         golds = super().golds(task)
         for gold in golds:
-            checked(self._option, gold, _text)
+            checked(self._option, gold, _gold_as_text)
         return golds
 
     def right(self, answer: str, gold: Any) -> bool:
@@ -75,12 +75,13 @@ class Math(AnswerRule):
         Raises:
             ConfigError: the right answer cannot be read.
         """
-        answer, text = answer[-LONGEST_MATH:], checked(self._option, gold, _text)
+        # sympy's time grows fast with the length, and the answer stands at the end.
+        answer, text = answer[-LONGEST_MATH:], checked(self._option, gold, _gold_as_text)
         said = [
             part for part in (final_answer(answer, several=False), last_formula(answer)) if part
         ]
-        if word := _word(text):
-            return any(_word(part, shortest=1) == word for part in said)
+        if word := _as_words(text):
+            return any(_as_words(part, shortest=1) == word for part in said)
         if units_differ(text, answer_part(answer)):
             return False
         # math-verify finds nothing in some right answers, such as the word DNE, unless they are
@@ -102,7 +103,7 @@ class Math(AnswerRule):
             return [(Float if isinstance(gold, float) else Rational)(text)]
         text = without_unit(text)
         readings = [plain(text), without_exponents(text)]
-        parsed = [_parse(_in_dollars(reading)) for reading in readings if reading is not None]
+        parsed = [_parse(_readable_gold(reading)) for reading in readings if reading is not None]
         forms = [found[0] for found in parsed if found and not isinstance(found[0], str)]
         if not forms:
             raise ConfigError(
@@ -112,7 +113,7 @@ class Math(AnswerRule):
         return forms
 
 
-def _text(gold: Any) -> str:
+def _gold_as_text(gold: Any) -> str:
     """A right answer as text.
 
     Raises:
@@ -151,7 +152,7 @@ _FUNCTIONS = frozenset(
 )
 
 
-def _word(text: str, shortest: int = 4) -> str | None:
+def _as_words(text: str, shortest: int = 4) -> str | None:
     """A text that is words and no mathematics, without its LaTeX and capitals; None for others.
 
     What is not marked as text, as by `\\text{...}`, has so many letters at least, or is one of a
@@ -174,7 +175,8 @@ def _letters(text: str) -> str:
     return "".join(bare.strip(" \t\n*`").removesuffix(".").split())
 
 
-def _in_dollars(text: str) -> str:
+def _readable_gold(text: str) -> str:
+    """A right answer in the form in which math-verify reads all of it."""
     if "boxed" in text:
         return final_answer(text, several=True) or ""
     text = two_sided(text)
@@ -197,6 +199,7 @@ def _parse(text: str) -> list[Any]:
 
 
 def _is_right(answer: str, expected: Any, *, in_percent: bool) -> bool:
+    """True if the answer in a message equals an expression, in one of its readings."""
     from sympy import E, FiniteSet, Tuple
 
     several = isinstance(expected, FiniteSet | Tuple)
@@ -208,8 +211,9 @@ def _is_right(answer: str, expected: Any, *, in_percent: bool) -> bool:
 
 
 def _is_equal(form: Any, expected: Any, *, in_percent: bool) -> bool:
+    """True if a parsed answer can be right, and equals the expression."""
     try:
-        meant = is_meant(form, expected) and _of_the_same_kind(
+        meant = is_meant(form, expected) and _agrees_in_percent(
             form, expected, in_percent=in_percent
         )
         return meant and same(expected, form)
@@ -217,7 +221,7 @@ def _is_equal(form: Any, expected: Any, *, in_percent: bool) -> bool:
         return False
 
 
-def _of_the_same_kind(form: Any, expected: Any, *, in_percent: bool) -> bool:
+def _agrees_in_percent(form: Any, expected: Any, *, in_percent: bool) -> bool:
     """True if an answer with a percent sign, or to a question that has one, can be right.
 
     math-verify ignores the sign where that helps. Here 7 % is 0.07, and answers a question for a
@@ -245,9 +249,7 @@ def is_meant(form: Any, expected: Any) -> bool:
         return False
     equations = form.atoms(Equality) if isinstance(form, Basic) else ()
     return not any(
-        not (each.lhs.free_symbols | each.rhs.free_symbols) and _differ(each) for each in equations
+        # None where sympy cannot tell, which is no reason to call an answer wrong.
+        not (each.lhs.free_symbols | each.rhs.free_symbols) and each.lhs.equals(each.rhs) is False
+        for each in equations
     )
-
-
-def _differ(equation: Any) -> bool:
-    return bool(equation.lhs.equals(equation.rhs) is False)

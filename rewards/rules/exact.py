@@ -40,22 +40,28 @@ class Exact(AnswerRule):
 
     def right(self, answer: str, gold: Any) -> bool:
         """True if both are the same text, or number."""
-        right = checked(self._config.gold, gold, _text_or_number)
+        right = checked(self._config.gold, gold, _parse_gold)
         if isinstance(right, str):
-            return self._plain(answer) == self._plain(right)
+            return self._normalise(answer) == self._normalise(right)
         said = number_in(answer.strip().removesuffix("."))
         return said is not None and said == right
 
-    def _plain(self, text: str) -> str:
+    def _normalise(self, text: str) -> str:
+        """The text without the differences that do not count."""
         text = unicodedata.normalize("NFC", text)  # one form for an accented letter
         text = text.casefold() if self._config.ignore_case else text
         text = _PUNCTUATION.sub("", text) if self._config.ignore_punctuation else text
         return " ".join(text.split())
 
 
-def _text_or_number(gold: Any) -> str | Decimal:
+def _parse_gold(gold: Any) -> str | Decimal:
+    """A right answer as the text or the number that it is.
+
+    Raises:
+        ValueError: it is neither.
+    """
     check_it_is_no_solution("answer", gold)
-    if isinstance(gold, bool):
+    if isinstance(gold, bool):  # which is an int too
         return json.dumps(gold)
     right = gold if isinstance(gold, str) else exact_number(gold)
     if right is None:

@@ -53,15 +53,17 @@ def final_answer(message: str, *, several: bool) -> str | None:
     text = plain(message)
     boxes = list(_boxes(text))
     if boxes:
-        listed = _last_boxes(text, boxes, several)
-        said = ",".join(map(_content, listed)) + ("%" if _PERCENT.match(text, boxes[-1][1]) else "")
-        return in_dollars(said) if all(map(_content, listed)) else None
+        listed = _final_boxes(text, boxes, several)
+        said = ",".join(map(_clean_content, listed)) + (
+            "%" if _PERCENT.match(text, boxes[-1][1]) else ""
+        )
+        return in_dollars(said) if all(map(_clean_content, listed)) else None
     if _DELIMITERS.search(text):
         return _without_dropping(text)
     whole = text.strip(_DECORATION).removesuffix(".").strip(_DECORATION)
     if whole and _BARE.fullmatch(whole):
         return in_dollars(_without_dropping(without_unit(whole)))
-    return _FORMULA.sub(_as_latex, text)
+    return _FORMULA.sub(_formula_in_dollars, text)
 
 
 def in_dollars(formula: str) -> str:
@@ -118,7 +120,7 @@ def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
             yield found.start(), inside + 1, text[inside]
             at = inside + 1
             continue
-        end = _closing(text, inside)
+        end = _find_closing(text, inside)
         if end is None:
             at = inside
         else:
@@ -126,7 +128,7 @@ def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
             at = end
 
 
-def _closing(text: str, start: int) -> int | None:
+def _find_closing(text: str, start: int) -> int | None:
     """The index of the brace that closes the one at `start`."""
     depth = 0
     for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
@@ -136,7 +138,8 @@ def _closing(text: str, start: int) -> int | None:
     return None
 
 
-def _last_boxes(text: str, boxes: list[tuple[int, int, str]], several: bool) -> list[str]:
+def _final_boxes(text: str, boxes: list[tuple[int, int, str]], several: bool) -> list[str]:
+    """The contents of the boxes that are the answer: the last one, or a list that ends with it."""
     last = boxes[-1][2]
     run, listed = [last], False
     for (_, end, content), (start, _, _) in zip(
@@ -147,20 +150,21 @@ def _last_boxes(text: str, boxes: list[tuple[int, int, str]], several: bool) -> 
             break
         run.insert(0, content)
         listed = listed or _LISTED.search(between) is not None
-    if len(set(map(_content, run))) == 1 or not (several or listed):
+    # The same box twice in a row is said again, and is no list.
+    if len(set(map(_clean_content, run))) == 1 or not (several or listed):
         return [last]
     return run
 
 
-def _content(box: str) -> str:
+def _clean_content(box: str) -> str:
     """The content of a box, without the boxes and dollars in it."""
     content = plain(_LONE_DOLLAR.sub("", re.sub(r"\\f?boxed\b", "", box)))
-    while content.startswith("{") and _closing(content, 0) == len(content):
+    while content.startswith("{") and _find_closing(content, 0) == len(content):
         content = content[1:-1].strip()
     return _without_dropping(without_unit(content.replace("~", " ")))
 
 
-def _as_latex(found: re.Match[str]) -> str:
+def _formula_in_dollars(found: re.Match[str]) -> str:
     """A formula in a text, in dollars; math-verify itself reads 2 from a bare `2\\pi`."""
     formula = found[0].rstrip(" .,=")
     rest = found[0][len(formula) :]

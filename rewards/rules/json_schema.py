@@ -36,7 +36,7 @@ class JsonSchema(AnswerRule):
         @model_validator(mode="after")
         def _is_a_schema(self) -> Self:
             if self.json_schema is not None:
-                _check(self.json_schema)
+                _check_schema(self.json_schema)
             return self
 
     def __init__(self, config: Config) -> None:
@@ -53,47 +53,57 @@ class JsonSchema(AnswerRule):
             super().golds(task) if self._config.json_schema is None else (self._config.json_schema,)
         )
         for schema in schemas:
-            checked(self._config.gold, schema, _check)
+            checked(self._config.gold, schema, _check_schema)
         return schemas
 
     def right(self, answer: str, gold: Any) -> bool:
         """True if the answer is JSON of this schema."""
         from jsonschema import Draft202012Validator
 
+        _, opened, rest = answer.rpartition("```json")
         try:
             value = json.loads(
-                _block(answer),
+                rest.partition("```")[0] if opened else answer,
                 parse_constant=refuse_constant,
-                parse_float=_finite,
-                object_pairs_hook=_without_repeats,
+                parse_float=_parse_float,
+                object_pairs_hook=_parse_object,
             )
         except (ValueError, RecursionError):
             return False
         return bool(Draft202012Validator(gold).is_valid(value))
 
 
-def _block(answer: str) -> str:
-    """The content of the last ```json block, or the whole text."""
-    _, opened, rest = answer.rpartition("```json")
-    return rest.partition("```")[0] if opened else answer
+def _parse_float(text: str) -> float:
+    """A number of JSON.
 
-
-def _finite(text: str) -> float:
+    Raises:
+        ValueError: it is too large: Python reads 1e999 as infinity.
+    """
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text:.40} is larger than any number of JSON's readers")
     return value
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object. One that names a key twice says two things, of which a reader sees only one."""
+def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON.
+
+    Raises:
+        ValueError: it names a key twice, and so says two things, of which a reader sees only one.
+    """
     value = dict(pairs)
     if len(value) < len(pairs):
         raise ValueError("a key stands twice in an object")
     return value
 
 
-def _check(schema: Any) -> None:
+def _check_schema(schema: Any) -> None:
+    """Check that this is a JSON schema.
+
+    Raises:
+        ValueError: it is none.
+        ConfigError: jsonschema is not installed.
+    """
     try:
         from jsonschema import Draft202012Validator, SchemaError
     except ImportError as error:

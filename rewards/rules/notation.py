@@ -108,8 +108,8 @@ def plain(text: str) -> str:
         .strip()
     )
     text = text.replace(" ", "") if _SPACED_OUT.fullmatch(text) else text
-    text = _MIXED.sub(_improper, text)
-    text = _REPEATING.sub(_fraction_of_repeating, text)
+    text = _MIXED.sub(_write_mixed_number, text)
+    text = _REPEATING.sub(_write_repeating, text)
     text = _WHOLE.sub(r"\1", text)  # sympy keeps the first fifteen digits of a decimal
     text = _POWER_OF_TEN.sub(
         lambda found: _write_out(found, found[2] or found[3] or found[4]), text
@@ -149,12 +149,13 @@ def number_in(text: str) -> Decimal | None:
 
 
 def _ascii(text: str) -> str:
+    """The text with its numbers and signs in ASCII and LaTeX."""
     text = text.translate(_ASCII)
-    text = _RAISED_RUN.sub(lambda run: _power("".join(map(_RAISED.__getitem__, run[0]))), text)
+    text = _RAISED_RUN.sub(_write_power, text)
     text = _LOWERED_RUN.sub(
         lambda run: "_{" + "".join(map(_LOWERED.__getitem__, run[0])) + "}", text
     )
-    text = _VULGAR.sub(_vulgar, text)
+    text = _VULGAR.sub(_write_vulgar_fraction, text)
     text = _OTHER_DIGIT.sub(lambda found: str(unicodedata.decimal(found[0], found[0])), text)
     text = _NAMED_MINUS.sub("-", _NAMED_PI.sub(r"\\pi ", _PYTHON_POWER.sub("^", text)))
     # math-verify reads 2 in 2^-1
@@ -163,23 +164,28 @@ def _ascii(text: str) -> str:
     return _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
 
 
-def _power(exponent: str) -> str:
+def _write_power(raised: re.Match[str]) -> str:
+    """Raised characters as an exponent. One needs no brackets."""
+    exponent = "".join(map(_RAISED.__getitem__, raised[0]))
     return f"^{exponent}" if len(exponent) == 1 else f"^({exponent})"
 
 
-def _vulgar(found: re.Match[str]) -> str:
+def _write_vulgar_fraction(found: re.Match[str]) -> str:
+    """A character such as a half, with the whole number before it, as a fraction."""
     numerator, _, denominator = unicodedata.normalize("NFKC", found[2]).partition("\u2044")
     return rf"\frac{{{int(found[1] or 0) * int(denominator) + int(numerator)}}}{{{denominator}}}"
 
 
-def _improper(found: re.Match[str]) -> str:
+def _write_mixed_number(found: re.Match[str]) -> str:
+    """A number such as 1 1/2 as a fraction."""
     whole, numerator, denominator = map(int, found.groups())
-    if not numerator < denominator:
+    if not numerator < denominator:  # two numbers, one after the other
         return found[0]
     return rf"\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
 
 
-def _fraction_of_repeating(found: re.Match[str]) -> str:
+def _write_repeating(found: re.Match[str]) -> str:
+    """A decimal with repeating digits as a fraction: c repeating digits are c / 99...9."""
     whole, fixed, cycle = found[1], found[2], found[3] or found[4]
     scale, nines = 10 ** len(fixed), 10 ** len(cycle) - 1
     before = int(whole + fixed or "0")

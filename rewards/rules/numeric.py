@@ -39,7 +39,7 @@ class Numeric(AnswerRule):
     def right(self, answer: str, gold: Any) -> bool:
         """True if the last number is near this one."""
         value = last_number(answer)
-        right = checked(self._config.gold, gold, _number)
+        right = checked(self._config.gold, gold, _parse_gold)
         return value is not None and math.isclose(
             value, right, rel_tol=self._config.tolerance, abs_tol=self._config.absolute
         )
@@ -58,7 +58,12 @@ def last_number(text: str) -> float | None:
     return value / 100 if follows[:1] == "%" else value
 
 
-def _number(gold: Any) -> float:
+def _parse_gold(gold: Any) -> float:
+    """The number of a right answer, which may be text.
+
+    Raises:
+        ValueError: there is none.
+    """
     exact = last_number(gold) if isinstance(gold, str) else exact_number(gold)
     value = None if exact is None else float(exact)
     if value is None or not math.isfinite(value):

@@ -18,6 +18,7 @@ NOT_COMPUTED = (
     ValueError,
 )
 """Exceptions of sympy for expressions that it cannot work with."""
+# Of both signs, as |x| is x for positive numbers.
 _POINTS = ((731, 1000), (1313, 1000), (-427, 1000))
 
 
@@ -77,16 +78,24 @@ def differ(expected: Any, given: Any) -> bool:
     """True if two expressions that math-verify takes for equal have unequal numbers, or values at
     some point.
     """
-    from sympy import Expr
+    from sympy import Expr, Rational
 
     if value_of(expected) is not None and value_of(given) is not None:
         return not close(expected, given)
     if isinstance(expected, Expr) and isinstance(given, Expr):
-        return any(
-            value_of(one) is not None and value_of(other) is not None and not close(one, other)
-            for one, other in _at_points(expected, given)
-        )
-    return any(differ(*pair) for pair in _pairs(expected, given))
+        symbols = sorted(expected.free_symbols | given.free_symbols, key=str)
+        for top, bottom in _POINTS:
+            # Another number for each symbol: at equal ones, x - y is y - x.
+            at = {
+                symbol: Rational(top + 17 * number, bottom) for number, symbol in enumerate(symbols)
+            }
+            one, other = expected.subs(at), given.subs(at)
+            # Outside of its domain, an expression has no value to compare.
+            defined = value_of(one) is not None and value_of(other) is not None
+            if defined and not close(one, other):
+                return True
+        return False
+    return any(differ(*pair) for pair in _pair_parts(expected, given))
 
 
 def _side(form: Any) -> Any:
@@ -96,16 +105,7 @@ def _side(form: Any) -> Any:
     return form.rhs if isinstance(form, Equality) and isinstance(form.lhs, Symbol) else form
 
 
-def _at_points(expected: Any, given: Any) -> Iterator[tuple[Any, Any]]:
-    from sympy import Rational
-
-    symbols = sorted(expected.free_symbols | given.free_symbols, key=str)
-    for top, bottom in _POINTS:
-        at = {symbol: Rational(top + 17 * number, bottom) for number, symbol in enumerate(symbols)}
-        yield expected.subs(at), given.subs(at)
-
-
-def _pairs(expected: Any, given: Any) -> Iterator[tuple[Any, Any]]:
+def _pair_parts(expected: Any, given: Any) -> Iterator[tuple[Any, Any]]:
     """The parts of two forms of the same shape that belong together."""
     from sympy import FiniteSet, Interval, MatrixBase, Tuple, Union
     from sympy.core.relational import Relational

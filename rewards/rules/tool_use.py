@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Literal
 
 from pydantic import Field
@@ -51,7 +52,13 @@ class ToolUse:
         for said, answered in content:
             for made in calls_in(said, answered):
                 calls += 1
-                written = _call_key(made.call)
+                call = made.call
+                # The order in which a call names its arguments makes no other call of it.
+                written = (
+                    None
+                    if call is None
+                    else json.dumps([call.name, dict(call.arguments)], sort_keys=True, default=str)
+                )
                 if made.refused:
                     counts["refused"] += 1
                 elif written is None:
@@ -81,7 +88,8 @@ def exchanges(trajectory: Trajectory) -> Iterator[tuple[Said, str]]:
             yield (turn.calls or () if turn else ()), ""
             continue
         place = places[-back]
-        results = _results(messages[place + 1 :])
+        following = messages[place + 1 :]
+        results = list(takewhile(lambda message: message.role == "tool", following))
         yield _calls_or_text(messages[place], turn, results), results[0].content if results else ""
 
 
@@ -101,6 +109,7 @@ def calls_in(said: Said, answered: str) -> tuple[MadeCall, ...]:
 
 
 def _calls_or_text(message: Message, turn: Turn | None, results: Sequence[Message]) -> Said:
+    """The calls of an answer from who knows them best: the environment, then the renderer."""
     if turn is not None and turn.calls is not None:
         return turn.calls
     if not message.tool_calls:
@@ -122,22 +131,6 @@ def _match_results(calls: Sequence[ToolCall], results: Sequence[Message]) -> Ite
         else:
             answered = results[0].content if results else ""
             yield MadeCall(call, _is_refused(answered, call.name, len(calls)))
-
-
-def _results(following: Sequence[Message]) -> list[Message]:
-    """The messages of tools that come next."""
-    results = []
-    for message in following:
-        if message.role != "tool":
-            break
-        results.append(message)
-    return results
-
-
-def _call_key(call: ToolCall | None) -> str | None:
-    if call is None:
-        return None
-    return json.dumps([call.name, dict(call.arguments)], sort_keys=True, default=str)
 
 
 def _is_refused(answered: str, name: str, calls: int) -> bool:

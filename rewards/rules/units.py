@@ -80,7 +80,8 @@ _RATES = {
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 
 
-def _symbols() -> Iterator[tuple[str, str]]:
+def _spell_units() -> Iterator[tuple[str, str]]:
+    """The ways to write each unit, with the unit."""
     for base, names in _PREFIXED.items():
         for long, short in _PREFIXES.items():
             yield short + base, short + base
@@ -92,7 +93,7 @@ def _symbols() -> Iterator[tuple[str, str]]:
             yield name, base
 
 
-_UNITS = dict(_symbols()) | {"$": "USD", "l": "L", "ml": "mL", "cl": "cL", "hertz": "Hz"}
+_UNITS = dict(_spell_units()) | {"$": "USD", "l": "L", "ml": "mL", "cl": "cL", "hertz": "Hz"}
 """Base units by the ways they are written. Names may have capitals, symbols are as they stand here.
 """
 
@@ -137,7 +138,7 @@ def unit_of(text: str) -> Unit:
     if found is None:
         return {}
     after = re.sub(r"^[.,]?[\s})\]]*(?:\$(?!\w))?", " ", text[found.end() :], count=1)
-    unit = _run(after)
+    unit = _read_units(after)
     money = _MONEY.search(text[: found.start()])
     # A pair of dollars is LaTeX.
     if not unit and money and text.count("$") % 2 == int("$" in money[0]):
@@ -151,7 +152,7 @@ def without_unit(text: str) -> str:
     return measure[1] if measure and unit_of(text) else text
 
 
-def _run(text: str) -> Unit:
+def _read_units(text: str) -> Unit:
     """The units at the start of a text."""
     powers: Counter[str] = Counter()
     at, sign, ahead = 0, 1, 1

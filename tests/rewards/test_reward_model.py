@@ -300,7 +300,7 @@ def seen_by(classifier: Path, answer: str, monkeypatch: pytest.MonkeyPatch) -> l
         async with RewardModel(RewardModel.Config(path=classifier)) as reward:
             await reward.score(trajectory(answer))
 
-    monkeypatch.setattr(reward_model, "_score", score)
+    monkeypatch.setattr(reward_model, "_compute_scores", score)
     asyncio.run(main())
     return seen[0]
 
@@ -345,5 +345,5 @@ def test_what_is_no_number_is_a_failure_and_no_reward(
             with pytest.raises(RewardError, match="which is no score"):
                 await reward.score(trajectory("left"))
 
-    monkeypatch.setattr(reward_model, "_score", lambda model, sequences: [value] * len(sequences))
+    monkeypatch.setattr(reward_model, "_compute_scores", lambda model, sequences: [value] * len(sequences))
     asyncio.run(main())
