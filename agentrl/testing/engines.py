@@ -79,7 +79,7 @@ class ScriptedEngine(Engine):
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self._next_logits: NextLogits | None = next_logits
-        self._next_token = _sampling_from(next_logits)
+        self._next_token = _make_sampler(next_logits)
         self._max_context = max_context
         self._max_batch = max_batch
         self._on_weights = on_weights
@@ -130,7 +130,7 @@ class ScriptedEngine(Engine):
             hang=hang,
             dies=dies,
         )
-        engine._next_logits, engine._next_token = None, _reciting(reply)
+        engine._next_logits, engine._next_token = None, _make_reciter(reply)
         engine._formats, engine._images = formats, images
         return engine
 
@@ -189,7 +189,7 @@ class ScriptedEngine(Engine):
         Raises:
             EngineError: it answers with given tokens, so it has no logprobs.
         """
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # others may run meanwhile, as with a real engine
         self._check_running()
         check_score(request, max_context=self._max_context, vocab_size=None)
         if self._next_logits is None:
@@ -221,7 +221,7 @@ class ScriptedEngine(Engine):
             )
         model = self._on_weights(weights, version) if self._on_weights else None
         if model is not None:
-            self._next_logits, self._next_token = model, _sampling_from(model)
+            self._next_logits, self._next_token = model, _make_sampler(model)
         self._version = version
 
     def stats(self) -> EngineStats:
@@ -290,6 +290,7 @@ class ScriptedEngine(Engine):
         self._running -= 1
 
     async def _answer(self, live: "_Live") -> Completion:
+        """Answer a request that has a place."""
         request = live.request
         error = self._fail(request)
         if error is not None:
@@ -298,7 +299,7 @@ class ScriptedEngine(Engine):
             await self._wait(live, math.inf)
         await self._wait(live, self._prefill_seconds(request))
         self._prefilled += len(request.prompt_ids)
-        if self._dies(request):
+        if self._dies(request):  # the next wait, this request's too, raises the error
             self._closed = f"it died of {request.id}"
             self._end_all(lambda: EngineDeadError(f"the engine is not running: {self._closed}"))
         while len(live.tokens) < live.max_new:
@@ -352,7 +353,9 @@ def _logprobs(logits_V: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return logprobs_V
 
 
-def _sampling_from(next_logits: NextLogits) -> NextToken:
+def _make_sampler(next_logits: NextLogits) -> NextToken:
+    """A function that samples each token from the model's logits."""
+
     def next_token(request: GenerateRequest, sampled: Sequence[int]) -> tuple[int, float, IntArray]:
         temperature = request.sampling.temperature
         logits_V = np.asarray(
@@ -387,7 +390,9 @@ def _truncated_ids(logits_V: npt.NDArray[np.float64], sampling: SamplingParams) 
     return ints(order[:count])
 
 
-def _reciting(reply: Reply) -> NextToken:
+def _make_reciter(reply: Reply) -> NextToken:
+    """A function that says the reply token by token, and then the first stop token."""
+
     def next_token(request: GenerateRequest, sampled: Sequence[int]) -> tuple[int, float, IntArray]:
         words = (*reply(request), *request.sampling.stop_token_ids[:1])
         if len(sampled) == len(words):

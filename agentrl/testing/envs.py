@@ -132,7 +132,7 @@ def check_env(
     check = _Check(
         make_env, list(seeds), actions, dict(options or {}), deadline, max_turns, gold, address
     )
-    with _global_rng_kept():
+    with _keep_global_rng():
         check.run()
     if check.findings:
         listed = "\n".join(f"  {number}. {text}" for number, text in enumerate(check.findings, 1))
@@ -206,19 +206,21 @@ class _Worker:
     def _serve(self) -> None:
         with asyncio.Runner() as runner:
             while (call := self._calls.get()) is not None:
-                self._answer(runner, *call)
+                self._run_call(runner, *call)
                 del call  # with what the call has raised, and that holds
 
-    def _answer(
+    def _run_call(
         self, runner: asyncio.Runner, work: Callable[[], Any], seconds: float, future: "Future[Any]"
     ) -> None:
+        """Make a call, and set its result or what it raises."""
         try:
             began = time.perf_counter()
             result = runner.run(_await_call(work)) if self._inline else work()
             self.blocked_seconds = time.perf_counter() - began
             if inspect.isawaitable(result):
+                # What the thread computes between its waits; other episodes go on in these.
                 computed = time.thread_time()
-                result = runner.run(_within(seconds, result))
+                result = runner.run(_await_within(seconds, result))
                 self.blocked_seconds += time.thread_time() - computed
             future.set_result(result)
         except BaseException as error:
@@ -247,15 +249,17 @@ class _Worker:
 
 
 async def _await_call(work: Callable[[], Any]) -> Any:
+    """The result of a call that is made on the running loop."""
     return work()
 
 
-async def _within(seconds: float, awaitable: Any) -> Any:
+async def _await_within(seconds: float, awaitable: Any) -> Any:
+    """What it awaits; raises `_Hung` after so many seconds."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await awaitable
     except TimeoutError:
-        if limit.expired():
+        if limit.expired():  # else the environment has raised its own
             raise _Hung("deadline", "") from None
         raise
 
@@ -299,8 +303,10 @@ class _Check:
     def _run(self) -> None:
         if self.address is not None:
             self._check_survival(ProcessEnv(self.address))
-        self._check_attributes()
-        self._check_close()
+        with _Subject(self) as subject:
+            _check_attributes(subject.env, self.note)
+        with _Subject(self) as subject:
+            subject.close("before the first reset")
         try:
             scripts = [self._first_play(seed) for seed in self.seeds]
         except _Hung:
@@ -436,14 +442,6 @@ class _Check:
             return broken.text
         return difference and f"the same seed and actions gave another episode: {difference}"
 
-    def _check_attributes(self) -> None:
-        with _Subject(self) as subject:
-            _check_attributes(subject.env, self.note)
-
-    def _check_close(self) -> None:
-        with _Subject(self) as subject:
-            subject.close("before the first reset")
-
     def _first_play(self, seed: int) -> _Script:
         with _Subject(self) as subject:
             script = self._play(subject, seed)
@@ -463,8 +461,11 @@ class _Check:
         return _Script(seed, tuple(actions), tuple(seen))
 
     def _next_action(self, env: Env, observation: str, turn: int, rng: random.Random) -> str | None:
+        """The message of a turn; None if the given ones are used up."""
         if self.actions is None or (callable(self.actions) and isinstance(env, ProcessEnv)):
-            return _plausible(env, observation, rng)  # a player could not look into the process
+            return _plausible_message(
+                env, observation, rng
+            )  # a player could not look into the process
         if callable(self.actions):
             return self._ask_player("actions", self.actions, env, rng)
         return self.actions[turn] if turn < len(self.actions) else None
@@ -472,6 +473,7 @@ class _Check:
     def _ask_player(
         self, argument: str, player: ScriptedPlayer, env: Env, rng: random.Random
     ) -> str:
+        """A message of a scripted player, which may hang or fail as an environment may."""
         what = f"the player given as {argument}"
 
         def work() -> Any:
@@ -517,11 +519,11 @@ class _Check:
 
     def _check_gold(self, scripts: Sequence[_Script]) -> None:
         for script in scripts:
-            player = self.gold or self._teller(script)
+            player = self.gold or self._player_of_answer(script)
             if player is not None:
                 self._check_golden_play(script.seed, player)
 
-    def _teller(self, script: _Script) -> ScriptedPlayer | None:
+    def _player_of_answer(self, script: _Script) -> ScriptedPlayer | None:
         """A player that gives the environment's own right answer, if it has one and the episode is
         one message.
         """
@@ -646,7 +648,7 @@ class _Subject:
         self._options = copy.deepcopy(self._check.options)
         result = self._call("reset", lambda: self.env.reset(seed=seed, options=self._options))
         seen, info = _check_reset(result), result[1]
-        with _about_agents():
+        with _as_finding("agents"):
             self._agents = agents_in(info)
             self._actor = next_agent(info, self._agents)
             for agent in self._agents:
@@ -657,7 +659,7 @@ class _Subject:
         self._turn += 1
         result = self._call("step", lambda: self.env.step(action))
         self._check.step_seconds.append(self._check.worker.blocked_seconds)
-        seen = self._of_agents(_check_step(result), result[4])
+        seen = self._add_agents(_check_step(result), result[4])
         low, high = reward_range_of(self.env)
         if not low <= seen.reward <= high:
             self._check.note(
@@ -666,12 +668,12 @@ class _Subject:
             )
         return seen
 
-    def _of_agents(self, seen: _Seen, info: Mapping[str, Any]) -> _Seen:
+    def _add_agents(self, seen: _Seen, info: Mapping[str, Any]) -> _Seen:
         """Add what the info says of the acting agent, of the others' rewards, and of the next
         agent.
         """
         actor, rewards = self._actor, {}
-        with _about_agents():
+        with _as_finding("agents"):
             if self._agents is not SINGLE_AGENT:
                 rewards = dict(earnings(info, actor, seen.reward, self._agents))
             if not (seen.terminated or seen.truncated):
@@ -778,12 +780,12 @@ class _Elsewhere(_Subject):
 
 
 @contextmanager
-def _about_agents() -> Iterator[None]:
-    """An error of an info about its agents is a finding."""
+def _as_finding(check: str, caught: type[Exception] = EnvError) -> Iterator[None]:
+    """An error of what reads the replies is a finding of this check."""
     try:
         yield
-    except EnvError as error:
-        raise _Broken("agents", str(error)) from error
+    except caught as error:
+        raise _Broken(check, str(error)) from error
 
 
 def _difference(script: _Script, turn: int, seen: _Seen) -> str:
@@ -809,12 +811,14 @@ def _difference(script: _Script, turn: int, seen: _Seen) -> str:
 def _check_reset(result: Any) -> _Seen:
     if not isinstance(result, tuple) or len(result) != 2:
         raise _Broken("shape", f"reset returned {result!r:.100}; return (observation, info)")
-    result = _as_result(result)
+    with _as_finding("shape"):
+        result = as_result(result)
     observation, info = result
     _check_observation("reset", observation)
     _check_info("reset", info)
-    _as_in_training(checked_reset, result)
-    return _Seen(observation, images=_images_of(info))
+    with _as_finding("shape", Exception):  # what training refuses
+        checked_reset("the environment", result)
+    return _Seen(observation, images=tuple(info.get(IMAGES) or ()))
 
 
 def _check_step(result: Any) -> _Seen:
@@ -824,7 +828,8 @@ def _check_step(result: Any) -> _Seen:
             f"step returned {result!r:.100}; return (observation, reward, terminated, truncated,"
             " info)",
         )
-    result = _as_result(result)
+    with _as_finding("shape"):
+        result = as_result(result)
     observation, reward, terminated, truncated, info = result
     _check_observation("step", observation)
     if (
@@ -843,7 +848,8 @@ def _check_step(result: Any) -> _Seen:
                 " `bool(...)`",
             )
     _check_info("step", info)
-    _as_in_training(checked_step, result)
+    with _as_finding("shape", Exception):  # what training refuses
+        checked_step("the environment", result)
     return _Seen(
         observation,
         float(reward),
@@ -851,27 +857,8 @@ def _check_step(result: Any) -> _Seen:
         truncated,
         info.get("success"),
         info.get("answer", _UNTOLD),
-        images=_images_of(info),
+        images=tuple(info.get(IMAGES) or ()),
     )
-
-
-def _as_result(reply: Any) -> Any:
-    try:
-        return as_result(reply)
-    except EnvError as error:
-        raise _Broken("shape", str(error)) from error
-
-
-def _images_of(info: Mapping[str, Any]) -> Sequence[str]:
-    return tuple(info.get(IMAGES) or ())
-
-
-def _as_in_training(check: Callable[[str, Any], Any], reply: Any) -> None:
-    """A reply that training refuses is a finding."""
-    try:
-        check("the environment", reply)
-    except Exception as error:
-        raise _Broken("shape", str(error)) from error
 
 
 def _check_observation(phase: str, observation: Any) -> None:
@@ -976,7 +963,7 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _plausible(env: Env, observation: str, rng: random.Random) -> str:
+def _plausible_message(env: Env, observation: str, rng: random.Random) -> str:
     """A message that may mean something: a call of one of the tools, or a word the environment has
     written.
     """
@@ -985,13 +972,14 @@ def _plausible(env: Env, observation: str, rng: random.Random) -> str:
         function = rng.choice(tools)["function"]
         properties = function["parameters"].get("properties", {})
         return ToolCall(
-            function["name"], {name: _example(shape, rng) for name, shape in properties.items()}
+            function["name"],
+            {name: _example_value(shape, rng) for name, shape in properties.items()},
         ).render()
     words = re.findall(r"\w+", f"{system_prompt_of(env)} {observation}")
     return rng.choice(words) if words else "yes"
 
 
-def _example(shape: Any, rng: random.Random) -> Any:
+def _example_value(shape: Any, rng: random.Random) -> Any:
     """A value that fits a simple schema. If it does not fit, the environment has to cope with that
     anyway.
     """
@@ -999,9 +987,9 @@ def _example(shape: Any, rng: random.Random) -> Any:
         case {"enum": [*values]}:
             return rng.choice(values)
         case {"anyOf": [*shapes]}:
-            return _example(rng.choice(shapes), rng)
+            return _example_value(rng.choice(shapes), rng)
         case {"type": "array", "items": items}:
-            return [_example(items, rng)]
+            return [_example_value(items, rng)]
         case {"type": str(kind)}:
             simple = {
                 "integer": rng.randint(0, 20),
@@ -1023,7 +1011,7 @@ def _first_draws(seed: int) -> tuple[int, bytes]:
 
 
 @contextmanager
-def _global_rng_kept() -> Iterator[None]:
+def _keep_global_rng() -> Iterator[None]:
     """Restore the states of both global generators afterwards."""
     python, numpy = random.getstate(), np.random.get_state(legacy=True)
     try:

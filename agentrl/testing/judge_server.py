@@ -1,9 +1,14 @@
 """`JudgeServer`: an OpenAI-compatible chat endpoint whose answers, and whose failures, are a
 script.
 
-async with JudgeServer(lambda call: JudgeReply.json({"levels": {"polite": 10}}, seconds=0.1)) as
-    server: ... RubricJudge(RubricJudge.Config(url=server.url, criteria={"polite": "It is
-    polite."})) ... assert len(server.calls) == 1
+    def script(call: JudgeCall) -> JudgeReply:
+        return JudgeReply.json({"levels": {"polite": 10}}, seconds=0.1)
+
+    async with JudgeServer(script) as server:
+        config = RubricJudge.Config(url=server.url, criteria={"polite": "It is polite."})
+        async with RubricJudge(config) as judge:
+            await judge.score(trajectory)
+        assert len(server.calls) == 1
 """
 
 import asyncio
@@ -128,7 +133,10 @@ class JudgeServer:
             raise AgentRLError(f"the server listens at {self.url} already")
         app = web.Application(client_max_size=2**26)
         app.add_routes(
-            [web.get("/v1/models", self._models), web.post("/v1/chat/completions", self._complete)]
+            [
+                web.get("/v1/models", self._list_models),
+                web.post("/v1/chat/completions", self._complete),
+            ]
         )
         # At the end, requests under way are not waited for (to aiohttp 0 seconds are for ever).
         runner = web.AppRunner(
@@ -144,15 +152,15 @@ class JudgeServer:
         if runner is not None:
             await runner.cleanup()
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _list_models(self, request: web.Request) -> web.Response:
         if not self.lists_models:
             raise web.HTTPNotFound
-        return self._refusal(request) or _json(
+        return self._refuse_key(request) or _json(
             {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
         )
 
     async def _complete(self, request: web.Request) -> web.Response:
-        if (refusal := self._refusal(request)) is not None:
+        if (refusal := self._refuse_key(request)) is not None:
             return refusal
         body = json.loads(await request.read())
         contents = {message["role"]: message["content"] for message in body["messages"]}
@@ -166,26 +174,27 @@ class JudgeServer:
             self._enough.set()
         try:
             await self._enough.wait()
-            return await _act(self.script(call), request)
+            return await _respond(self.script(call), request)
         finally:
             self.live -= 1
 
-    def _refusal(self, request: web.Request) -> web.Response | None:
+    def _refuse_key(self, request: web.Request) -> web.Response | None:
         given = request.headers.get("Authorization", "")
         if self.api_key is None or given == f"Bearer {self.api_key}":
             return None
-        # Some say it aloud.
+        # Some servers repeat the key, which must not get into logs.
         return _json({"error": {"message": f"Incorrect API key provided: {given}"}}, 401)
 
 
-async def _act(reply: JudgeReply, request: web.Request) -> web.Response:
+async def _respond(reply: JudgeReply, request: web.Request) -> web.Response:
+    """Do to a request what the script says."""
     await asyncio.sleep(reply.seconds)
     if reply.fault == "hang":
         await asyncio.Event().wait()
     if reply.fault == "drop":
         if request.transport is not None:
             request.transport.abort()
-        raise web.HTTPServiceUnavailable
+        raise web.HTTPServiceUnavailable  # to nobody: the connection is gone
     if reply.status != 200:
         headers = {} if reply.retry_after is None else {"Retry-After": reply.retry_after}
         return _json(

@@ -48,11 +48,10 @@ class MadeUpRun:
     In each step, episodes are played and scored for the first 6 of 10 seconds; the trainer has 3,
     and weights take 1. The second turn of each group's first member forks. `texts` are what the
     environment shows, with `images` one by one, `pictures` how it draws its states; tests give
-    hostile ones. `untrained`:
-    whether the messages of the failed episode of each step are kept. `tools`: names of tools, of
-    which each turn calls one and the last one fails; a call of the first takes 0.1 s, of the second
-    0.2 s, and so on. `branches`: whether the second member of each group has left the first one at
-    turn 1.
+    hostile ones. `untrained`: whether the messages of the failed episode of each step are kept.
+    `tools`: names of tools, of which each turn calls one and the last one fails; a call of the
+    first takes 0.1 s, of the second 0.2 s, and so on. `branches`: whether the second member of each
+    group has left the first one at turn 1.
     """
 
     folder: Path
@@ -87,7 +86,7 @@ class MadeUpRun:
     def step(self) -> None:
         """Write one more step."""
         step, rng = self._done, random.Random(self._done)
-        groups = [self._group(step, number, rng) for number in range(self.groups)]
+        groups = [self._make_group(step, number, rng) for number in range(self.groups)]
         scored = [
             pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)
         ]
@@ -111,25 +110,25 @@ class MadeUpRun:
         if self.untrained:
             lost = Task(self.env, step, {}, f"train-{self._tasks + self.groups:06d}")
             failed = replace(
-                self._trajectory(step, lost, 0, 0.0, rng),
+                self._make_trajectory(step, lost, 0, 0.0, rng),
                 status=Failed("environment", self.texts[0]),
             )
             path = self.folder / "untrained" / f"step_{step:06d}.parquet"
             write_trajectories(path, [(failed, Score.failed(self.texts[0], "environment"))])
-        self._record(step, groups)
-        self._time(step)
+        self._write_ledger(step, groups)
+        self._write_timeline(step)
         MetricsFile(self.folder / "metrics.jsonl").append(
             {
                 "step": step,
                 **rollout_metrics(groups, step),
-                **self._scheduling(step),
+                **self._scheduler_metrics(step),
                 "seconds": STEP_SECONDS,
                 "entropy": 1 / (step + 1),
             }
         )
         self._done += 1
 
-    def _scheduling(self, step: int) -> dict[str, float]:
+    def _scheduler_metrics(self, step: int) -> dict[str, float]:
         """The scheduler's metrics: the trainer waits 6 of the 10 seconds of each step."""
         channel = {"depth": 1.0, "capacity": 4.0, "put_wait": 0.0, "get_wait": 6.0 * (step + 1)}
         slots = float(self.groups * self.members)
@@ -142,22 +141,30 @@ class MadeUpRun:
             **{f"channels/groups/{name}": value for name, value in channel.items()},
         }
 
-    def _group(self, step: int, number: int, rng: random.Random) -> Group:
+    def _make_group(self, step: int, number: int, rng: random.Random) -> Group:
         task = Task(self.env, rng.randrange(10**6), {}, f"train-{self._tasks + number:06d}")
         scores = [rng.choice((0.0, 0.5, 1.0)) for _ in range(self.members)]
         members = [
-            self._trajectory(step, task, member, scores[member], rng)
+            self._make_trajectory(step, task, member, scores[member], rng)
             for member in range(self.members)
         ]
         ended = BEGIN + STEP_SECONDS * step + 6.0
         return Group(
             task,
             tuple(members),
-            tuple(_score(*pair, ended) for pair in zip(members, scores, strict=True)),
+            tuple(
+                # Rewards work on an episode from its end until `ended`.
+                Score(
+                    score,
+                    {"environment": score},
+                    scoring_spans=((member.started + member.seconds, ended),),
+                )
+                for member, score in zip(members, scores, strict=True)
+            ),
             step,
         )
 
-    def _trajectory(
+    def _make_trajectory(
         self, step: int, task: Task, member: int, score: float, rng: random.Random
     ) -> Trajectory:
         started = BEGIN + STEP_SECONDS * step + rng.random()
@@ -183,12 +190,14 @@ class MadeUpRun:
                     0.2 * seconds,
                     asked=asked,
                     picture=self.pictures[number % len(self.pictures)],
-                    calls=self._calls(number),
-                    images=tuple(PlacedImage(1, 2, image) for image in self._shown(number)),
+                    calls=self._calls_in(number),
+                    images=tuple(PlacedImage(1, 2, image) for image in self._images_in(number)),
                 )
             )
             messages += [
-                Message("user", self.texts[number % len(self.texts)], images=self._shown(number)),
+                Message(
+                    "user", self.texts[number % len(self.texts)], images=self._images_in(number)
+                ),
                 Message("assistant", " ".join(map(str, sampled))),
             ]
         status = Truncated("turns") if rng.random() < 0.1 else Terminated()
@@ -205,10 +214,10 @@ class MadeUpRun:
             branch=BranchPoint(f"{task.id}/0/0", 1, 0.5) if self.branches and member == 1 else None,
         )
 
-    def _shown(self, turn: int) -> tuple[EncodedImage, ...]:
+    def _images_in(self, turn: int) -> tuple[EncodedImage, ...]:
         return (self.images[turn % len(self.images)],) if self.images else ()
 
-    def _calls(self, turn: int) -> tuple[MadeCall, ...] | None:
+    def _calls_in(self, turn: int) -> tuple[MadeCall, ...] | None:
         if not self.tools:
             return None
         place = turn % len(self.tools)
@@ -229,7 +238,9 @@ class MadeUpRun:
                 self.env, number, {}, f"{name}-{number:06d}" + ("" if name == "held_out" else "/0")
             )
             one = replace(
-                self._trajectory(step, task, 0, score or 0.0, rng), id=task.id, status=Terminated()
+                self._make_trajectory(step, task, 0, score or 0.0, rng),
+                id=task.id,
+                status=Terminated(),
             )
             if score is None:
                 failed = Failed("environment", self.texts[0])
@@ -243,7 +254,7 @@ class MadeUpRun:
         row = {f"{prefix}/success": success, f"{prefix}/reward": sum(known) / len(known)}
         MetricsFile(self.folder / "metrics.jsonl").append({"step": step, **row})
 
-    def _record(self, step: int, groups: Sequence[Group]) -> None:
+    def _write_ledger(self, step: int, groups: Sequence[Group]) -> None:
         """The fates of a step's tasks: all are trained, and one more fails in its environment."""
         with Ledger(self.folder / "ledger.sqlite") as ledger:
             for number, group in enumerate(groups, self._tasks):
@@ -260,7 +271,7 @@ class MadeUpRun:
             ledger.end_task(failed, "failed", "its episodes failed")
         self._tasks += len(groups) + 1
 
-    def _time(self, step: int) -> None:
+    def _write_timeline(self, step: int) -> None:
         begin = BEGIN + STEP_SECONDS * step
         with (self.folder / "timeline.jsonl").open("a") as file:
             for phase, at in (("rollout", 0.0), ("train", 6.0), ("weights", 9.0), ("record", 10.0)):
@@ -270,12 +281,3 @@ class MadeUpRun:
                 )
         status = {"pid": 0, "step": step, "phase": "record", "since": since}
         (self.folder / "status.json").write_text(json.dumps(status))
-
-
-def _score(trajectory: Trajectory, value: float, ended: float) -> Score:
-    """The score of an episode, on which rewards work from its end until Unix time `ended`."""
-    return Score(
-        value,
-        {"environment": value},
-        scoring_spans=((trajectory.started + trajectory.seconds, ended),),
-    )

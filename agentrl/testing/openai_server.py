@@ -117,7 +117,7 @@ def openai_app(
                 name, ints(body.prompt), sampling, body.seed, body.priority, body.session_id
             )
         )
-        return _json(_answer(name, len(body.prompt), completion))
+        return _json(_completions_body(name, len(body.prompt), completion))
 
     async def generate(request: web.Request) -> web.Response:
         assert eyes is not None
@@ -135,7 +135,7 @@ def openai_app(
                 images=eyes.placed(token_ids, images),
             )
         )
-        return _json(_generated(token_ids.tolist(), completion))
+        return _json(_generate_body(token_ids.tolist(), completion))
 
     app = web.Application(middlewares=[errors], client_max_size=2**26)
     app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", completions)])
@@ -144,7 +144,8 @@ def openai_app(
     return app
 
 
-def _answer(name: str, prompt_tokens: int, completion: Completion) -> dict[str, Any]:
+def _completions_body(name: str, prompt_tokens: int, completion: Completion) -> dict[str, Any]:
+    """The answer of `/v1/completions`."""
     tokens = [f"token_id:{token}" for token in completion.token_ids]
     logprobs = {
         "tokens": tokens,
@@ -172,7 +173,8 @@ def _answer(name: str, prompt_tokens: int, completion: Completion) -> dict[str, 
     }
 
 
-def _generated(prompt_ids: list[int], completion: Completion) -> dict[str, Any]:
+def _generate_body(prompt_ids: list[int], completion: Completion) -> dict[str, Any]:
+    """The answer of `/inference/v1/generate`."""
     token_ids = completion.token_ids.tolist()
     content = [
         {"token_id": token, "logprob": logprob, "rank": 1}

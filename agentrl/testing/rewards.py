@@ -99,7 +99,7 @@ def check_reward(
         raise ConformanceError(
             "check_reward needs at least one trajectory; agentrl.testing.trajectory makes one"
         )
-    findings = asyncio.run(_findings(make_reward, list(trajectories), pure, seconds))
+    findings = asyncio.run(_collect_findings(make_reward, list(trajectories), pure, seconds))
     if findings:
         listed = "\n".join(
             f"  {number}. {text}" for number, text in enumerate(dict.fromkeys(findings), 1)
@@ -107,7 +107,7 @@ def check_reward(
         raise ConformanceError(f"the reward breaks the contract:\n{listed}")
 
 
-async def _findings(
+async def _collect_findings(
     make_reward: Callable[[], Any], played: list[Trajectory], pure: bool | None, seconds: float
 ) -> list[str]:
     reward = make_reward()
@@ -126,20 +126,21 @@ async def _findings(
                 for number, group in enumerate(groups)
             ]
         together = [task.result() for task in tasks]
-        asker.findings += _findings_of_metrics(part.owner)
+        asker.findings += _check_metrics(part.owner)
     if played != kept:
         asker.findings.append("[pure] it changed a trajectory; make a new value instead")
     if pure or (pure is None and isinstance(reward, Rule)):
-        asker.hold(
+        asker.note_difference(
             "pure", alone, again, "two calls with the same trajectory returned {0} and then {1}"
         )
-        asker.hold(
+        asker.note_difference(
             "concurrent", alone, together, "calls at the same time returned {1}, and one by one {0}"
         )
     return asker.findings
 
 
-def _findings_of_metrics(reward: Any) -> list[str]:
+def _check_metrics(reward: Any) -> list[str]:
+    """What is wrong with the reward's metrics."""
     measure = RewardOffers.of(reward).metrics
     if measure is None:
         return []
@@ -194,7 +195,7 @@ class _Asker:
                 )
         return scores
 
-    def hold(
+    def note_difference(
         self, check: str, first: Sequence[object], second: Sequence[object], text: str
     ) -> None:
         """Note where two rounds differ. They are compared by `repr`, since failed scores contain
@@ -202,11 +203,14 @@ class _Asker:
         """
         for one, other in zip(first, second, strict=True):
             if repr(one) != repr(other):
-                self.findings.append(f"[{check}] " + text.format(_short(one), _short(other)))
+                self.findings.append(
+                    f"[{check}] " + text.format(_describe_replies(one), _describe_replies(other))
+                )
                 return
 
 
-def _short(replies: object) -> str:
+def _describe_replies(replies: object) -> str:
+    """What `ask` has returned, in a few words."""
     if isinstance(replies, list):
         return ", ".join(f"{score.value:g} {dict(score.parts) or ''}".strip() for score in replies)
     return str(replies)

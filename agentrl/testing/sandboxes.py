@@ -114,6 +114,7 @@ class FakeSandbox:
             async with asyncio.timeout(command.deadline):
                 status = await shell.run()
         except TimeoutError:
+            # It may have been closed, or told to fail, while the command ran.
             self._check("run")
             return shell.executed(137, now() - began, late=True)
         self._check("run")
@@ -192,10 +193,11 @@ class _Shell:
             words = shlex.split(line)
             if words[:1] == ["exit"]:
                 return int(words[1])
-            status = await self._run(words) if words else status
+            status = await self._run_program(words) if words else status
         return status
 
-    async def _run(self, words: list[str]) -> int:
+    async def _run_program(self, words: list[str]) -> int:
+        """Run one of the programs that the fake shell knows, and return its exit status."""
         match words:
             case ["echo", *rest]:
                 self._echo(rest)

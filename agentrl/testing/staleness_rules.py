@@ -55,6 +55,7 @@ class Adversary:
         return self
 
     def _train(self, step: int) -> None:
+        """Play until there is a batch, and take it."""
         while (batch := self.rule.select()) is None:
             self._admit()
             if not self.playing:
@@ -77,6 +78,7 @@ class Adversary:
         self.ready = [ticket for ticket in self.ready if ticket not in dropped]
 
     def _admit(self) -> None:
+        """Begin as many groups as the rule lets."""
         while ticket := self.rule.admit():
             self.playing.append(ticket)
             if len(self.playing) + len(self.ready) > self.rule.capacity:
@@ -85,6 +87,7 @@ class Adversary:
                 )
 
     def _end_one(self) -> None:
+        """End a group, as a rule the youngest, so that the oldest grow older still."""
         youngest = self.rng.random() < 0.7
         ticket = self.playing.pop(-1 if youngest else self.rng.randrange(len(self.playing)))
         if self.rng.random() < self.failing:

@@ -222,19 +222,19 @@ async def check_resume(
     folder = workspace / "checkpoint"
     batches = random_batches(model, 4)
     async with make_trainer(model, case) as trainer:
-        await _steps(trainer, batches[:2])
+        await _take_steps(trainer, batches[:2])
         await trainer.save(folder)
-        saved = _copy(await trainer.weights())
+        saved = _copy_weights(await trainer.weights())
         place = BundlePlace(workspace / "published", 1, 1 << 20)
         published = bundle_of(place, await trainer.send_weights(WriteBuckets(place, "float32")))
         published.check()
         _compare(published, saved, 0.0, "the weights that are published")
-        await _steps(trainer, batches[2:])
-        unbroken = _copy(await trainer.weights())
+        await _take_steps(trainer, batches[2:])
+        unbroken = _copy_weights(await trainer.weights())
     async with make_trainer(model, case) as trainer:
         await trainer.load(folder)
         _compare(await trainer.weights(), saved, 0.0, "right after load")
-        await _steps(trainer, batches[2:])
+        await _take_steps(trainer, batches[2:])
         _compare(
             await trainer.weights(),
             unbroken,
@@ -263,16 +263,16 @@ async def check_refuses_non_finite(
     (batch,) = random_batches(model, 1)
     broken = replace(batch, advantages_N=np.full_like(batch.advantages_N, np.nan))
     async with make_trainer(model, case) as trainer:
-        before = _copy(await trainer.weights())
+        before = _copy_weights(await trainer.weights())
         try:
-            await _steps(trainer, [broken])
+            await _take_steps(trainer, [broken])
         except TrainingError:
             pass
         else:
             raise ConformanceError("a step whose loss is NaN did not raise TrainingError")
         _compare(await trainer.weights(), before, 0.0, "after a refused step")
-        await _steps(trainer, [batch])
-        after = _copy(await trainer.weights())
+        await _take_steps(trainer, [batch])
+        after = _copy_weights(await trainer.weights())
     _compare(
         after,
         await _train(make_trainer, model, case, [batch]),
@@ -363,8 +363,9 @@ class _Reference:
         model = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=torch.float32
         ).eval()
+        # From other weights than the trainer's, no number below could be equal.
         _compare(start, model.state_dict(), 0.0, "before the first step")
-        factors = _factors(start) if case.lora is not None else {}
+        factors = _copy_adapters(start) if case.lora is not None else {}
         parameters = [side for A, B, _ in factors.values() for side in (A, B)] or list(
             model.parameters()
         )
@@ -426,13 +427,14 @@ class _Reference:
         }
 
     def _logprobs(self, sample: TrainingSample) -> Tensor:
-        """The logprobs of the loss tokens, and the entropies before them; shape 2N."""
+        """The logprobs of the loss tokens, and the entropies before them, in two rows of N."""
         ids = torch.tensor(sample.token_ids, dtype=torch.long)
         logits = (
             functional_call(self.model, self._merge_adapters(), (ids[None],)).logits[0, :-1].float()
             / self.case.temperature
         )
         if sample.support is not None:
+            # The logits at a place are of the token after it, so rows are one behind.
             kept = torch.zeros(len(ids), logits.shape[1], dtype=torch.bool)
             rows, kept_ids = sample.support.row_of_value(), sample.support.values
             kept[torch.tensor(rows, dtype=torch.long), torch.tensor(kept_ids, dtype=torch.long)] = (
@@ -450,7 +452,7 @@ class _Reference:
         ]
 
 
-def _factors(weights: Mapping[str, Tensor]) -> Mapping[str, Factors]:
+def _copy_adapters(weights: Mapping[str, Tensor]) -> Mapping[str, Factors]:
     """The trainer's initial adapters, copied as parameters."""
     if not isinstance(weights, LowRank) or not weights.factors:
         raise ConformanceError(
@@ -475,16 +477,16 @@ async def _train(
     batches: Sequence[TrainBatch] | None = None,
 ) -> Mapping[str, Tensor]:
     async with make_trainer(model, case) as trainer:
-        await _steps(trainer, random_batches(model, 3) if batches is None else batches)
-        return _copy(await trainer.weights())
+        await _take_steps(trainer, random_batches(model, 3) if batches is None else batches)
+        return _copy_weights(await trainer.weights())
 
 
-async def _steps(trainer: Trainer, batches: Sequence[TrainBatch]) -> None:
+async def _take_steps(trainer: Trainer, batches: Sequence[TrainBatch]) -> None:
     for batch in batches:
         await trainer.step(batch, LOSS, float(batch.num_loss_tokens))
 
 
-def _copy(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _copy_weights(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: weight.detach().cpu().clone() for name, weight in weights.items()}
 
 

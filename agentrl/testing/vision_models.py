@@ -169,7 +169,7 @@ def create_tiny_vision_model(
         model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
     )
-    config = _config(family, tokenizer)
+    config = _make_config(family, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -180,11 +180,12 @@ def create_tiny_vision_model(
     GenerationConfig(
         do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     ).save_pretrained(folder)
-    _processor(family, config, most_tokens).save_pretrained(folder)
+    _make_image_processor(family, config, most_tokens).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _processor(family: VisionFamily, config: Any, most_tokens: int) -> Any:
+def _make_image_processor(family: VisionFamily, config: Any, most_tokens: int) -> Any:
+    """The family's own image processor, for pictures of a few tokens."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -213,7 +214,8 @@ def _processor(family: VisionFamily, config: Any, most_tokens: int) -> Any:
     )
 
 
-def _config(family: VisionFamily, tokenizer: Any) -> Any:
+def _make_config(family: VisionFamily, tokenizer: Any) -> Any:
+    """The configuration of a model of a family, with two small layers for text and for pictures."""
     from transformers import AutoConfig
 
     number = tokenizer.convert_tokens_to_ids
@@ -235,9 +237,9 @@ def _config(family: VisionFamily, tokenizer: Any) -> Any:
         "pad_token_id": tokenizer.pad_token_id,
     }
     if family == "gemma3":
-        return _of_gemma(text, number)
+        return _gemma_3_config(text, number)
     if family == "gemma4":
-        return _of_gemma_4(text, number)
+        return _gemma_4_config(text, number)
     common: dict[str, Any] = {
         "tie_word_embeddings": True,
         "image_token_id": number(_DIALECTS[family].placeholder),
@@ -246,7 +248,7 @@ def _config(family: VisionFamily, tokenizer: Any) -> Any:
         "pad_token_id": tokenizer.pad_token_id,
     }
     if _DIALECTS[family] is not _QWEN:
-        return AutoConfig.for_model(family, **_tiled(family, text), **common)
+        return AutoConfig.for_model(family, **_tiled_settings(family, text), **common)
     vision: dict[str, Any] = {
         "depth": 2,
         "num_heads": 2,
@@ -273,7 +275,7 @@ def _config(family: VisionFamily, tokenizer: Any) -> Any:
     )
 
 
-def _of_gemma(text: Mapping[str, Any], number: Callable[[str], int]) -> Any:
+def _gemma_3_config(text: Mapping[str, Any], number: Callable[[str], int]) -> Any:
     from transformers import Gemma3Config
 
     own = {"query_pre_attn_scalar": 16, "rope_parameters": None, **_WINDOWS}
@@ -298,7 +300,7 @@ def _of_gemma(text: Mapping[str, Any], number: Callable[[str], int]) -> Any:
     )
 
 
-def _of_gemma_4(text: Mapping[str, Any], number: Callable[[str], int]) -> Any:
+def _gemma_4_config(text: Mapping[str, Any], number: Callable[[str], int]) -> Any:
     from transformers import Gemma4Config
 
     own = {
@@ -338,7 +340,7 @@ def _of_gemma_4(text: Mapping[str, Any], number: Callable[[str], int]) -> Any:
     )
 
 
-def _tiled(family: VisionFamily, text: Mapping[str, Any]) -> dict[str, Any]:
+def _tiled_settings(family: VisionFamily, text: Mapping[str, Any]) -> dict[str, Any]:
     """What a config of the families that divide pictures into tiles has of its own."""
     tower = {
         "hidden_size": 32,

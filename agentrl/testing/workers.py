@@ -24,7 +24,7 @@ class InlineWorker:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method, or what stands for it."""
-        self._alive()
+        self._check_alive()
         called = getattr(self.made, self._instead.get(method, method))
         call = asyncio.get_running_loop().create_task(called(*args))
         self._calls.add(call)
@@ -33,12 +33,13 @@ class InlineWorker:
         finally:
             self._calls.discard(call)
             call.cancel()
-        self._alive()
+        # A killed worker's death is the error, and not that its call was cancelled.
+        self._check_alive()
         return call.result()
 
     async def check(self) -> None:
         """See `Worker.check`."""
-        self._alive()
+        self._check_alive()
 
     def kill(self) -> None:
         """End the worker as the death of its process does: its calls are cancelled."""
@@ -52,7 +53,7 @@ class InlineWorker:
         if self._calls:
             await asyncio.wait(self._calls)
 
-    def _alive(self) -> None:
+    def _check_alive(self) -> None:
         if self._dead:
             raise WorkerDiedError(self.role, self.rank, "it was killed")
 

@@ -22,7 +22,7 @@ from agentrl.hosting.pool import EnvPool
 from agentrl.hosting.wrappers import address, wrapper
 from agentrl.protocols import Env, StepResult
 from agentrl.remote.client import RemoteEnv
-from agentrl.testing.envs import _plausible
+from agentrl.testing.envs import _plausible_message
 from tests.properties import examples
 from tests.remote.served import served
 
@@ -79,14 +79,14 @@ async def _check_way_back(
         shown, _ = await first.reset(seed, options)
         over = False
         for _ in range(cut):
-            action = _plausible(first.env, shown, rng)
+            action = _plausible_message(first.env, shown, rng)
             shown, _, ended, cut_off, _ = await first.step(action)
             over = ended or cut_off
             if over:
                 return
         tools, prompt = first.tools, first.system_prompt
         state = await first.snapshot()
-        rest = [_plausible(first.env, shown, rng) for _ in range(then)]
+        rest = [_plausible_message(first.env, shown, rng) for _ in range(then)]
         uninterrupted = await go_on(first, rest)
         await second.reset(seed + 1, options)
         await second.restore(state)
