@@ -46,22 +46,22 @@ class Calculator(ToolEnv):
 
     def add(self, a: int, b: int) -> int:
         """Compute a + b."""
-        return self._small(a) + self._small(b)
+        return self._check_size(a) + self._check_size(b)
 
     def subtract(self, a: int, b: int) -> int:
         """Compute a - b."""
-        return self._small(a) - self._small(b)
+        return self._check_size(a) - self._check_size(b)
 
     def multiply(self, a: int, b: int) -> int:
         """Compute a * b."""
-        return self._small(a) * self._small(b)
+        return self._check_size(a) * self._check_size(b)
 
     def divide(self, a: int, b: int) -> float:
         """Compute a / b."""
         if b == 0:
             # The model sees this error; any other exception would be a failure of the environment.
             raise ToolError("division by zero")
-        return self._small(a) / self._small(b)
+        return self._check_size(a) / self._check_size(b)
 
     def submit(self, answer: int) -> ToolResult:
         """Give the final answer. There is only one try.
@@ -74,7 +74,7 @@ class Calculator(ToolEnv):
         return ToolResult(verdict, reward=float(right), terminated=True, success=right)
 
     # An underscore keeps a method from being a tool.
-    def _small(self, number: int) -> int:
+    def _check_size(self, number: int) -> int:
         if abs(number) >= 10**30:
             raise ToolError("the numbers of this calculator have at most 30 digits")
         return number

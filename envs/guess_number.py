@@ -46,7 +46,7 @@ class GuessNumber(TextEnv):
         self.turns = 0
         # The range that is not yet ruled out; only the scripted player below uses it.
         self.low, self.high = self.range
-        return f"Guess a number {self._from_to()}."
+        return f"Guess a number {self._range_text()}."
 
     def step(self, action: str) -> StepResult:
         """Compare the guess with the secret."""
@@ -57,7 +57,7 @@ class GuessNumber(TextEnv):
         # The reward is always a float. Evaluations count "success".
         return hint, float(right), right, truncated, {"success": right}
 
-    def _from_to(self) -> str:
+    def _range_text(self) -> str:
         low, high = self.range
         return f"from {low} to {high}"
 
@@ -65,7 +65,7 @@ class GuessNumber(TextEnv):
         # A message is free text. Answer one that cannot be used; never raise.
         numbers = re.findall(r"(?<![\w.-])\d{1,9}(?![\w.])", action, re.ASCII)
         if len(numbers) != 1:
-            return f"Answer with one number {self._from_to()}."
+            return f"Answer with one number {self._range_text()}."
         guess = int(numbers[0])
         if guess == self.secret:
             return "right"

@@ -66,7 +66,7 @@ def _plain(expression: Expression, dollar: str = "") -> str:
     )
 
 
-def _in_shell(expression: Expression) -> str:
+def _shell_expression(expression: Expression) -> str:
     text = _infix(expression, str, lambda name, value: f"$({name} $(({value})))")
     return f"$(({text}))"
 
@@ -97,21 +97,21 @@ def _sh(function: Function) -> str:
     head = f"{function.name}() {{\n  # {function.says}\n  {given}\n"
     match function.body:
         case Value(result):
-            return f"{head}  echo {_in_shell(result)}\n}}\n"
+            return f"{head}  echo {_shell_expression(result)}\n}}\n"
         case Branch(left, right, then, other, greater):
             test = f'[ "${left}" {"-gt" if greater else "-lt"} "${right}" ]'
             return (
-                f"{head}  if {test}; then\n    echo {_in_shell(then)}\n  else\n"
-                f"    echo {_in_shell(other)}\n  fi\n}}\n"
+                f"{head}  if {test}; then\n    echo {_shell_expression(then)}\n  else\n"
+                f"    echo {_shell_expression(other)}\n  fi\n}}\n"
             )
         case Fold(first, last, start, operator, term, divisor):
             only = f"    if [ $((i % {divisor})) -eq 0 ]; then\n" if divisor else ""
             more = "    fi\n" if divisor else ""
             deep = " " * (6 if divisor else 4)
             return (
-                f"{head}  total={start}\n  i={_in_shell(first)}\n"
-                f'  while [ "$i" -le {_in_shell(last)} ]; do\n{only}'
-                f"{deep}total=$((total {operator} {_in_shell(term)}))\n{more}"
+                f"{head}  total={start}\n  i={_shell_expression(first)}\n"
+                f'  while [ "$i" -le {_shell_expression(last)} ]; do\n{only}'
+                f"{deep}total=$((total {operator} {_shell_expression(term)}))\n{more}"
                 '    i=$((i + 1))\n  done\n  echo "$total"\n}\n'
             )
 
@@ -200,7 +200,7 @@ def _javascript_main(modules: Mapping[str, Sequence[Function]]) -> str:
     )
 
 
-def _joined(functions: Sequence[str], _: Sequence[str] = ()) -> str:
+def _join_functions(functions: Sequence[str], _: Sequence[str] = ()) -> str:
     return "\n".join(functions)
 
 
@@ -220,8 +220,8 @@ def _javascript_module(functions: Sequence[str], _: Sequence[str]) -> str:
 
 LANGUAGES: Mapping[str, Language] = {
     "python": Language("python3", ".py", _python, _python_module, _python_main),
-    "sh": Language("sh", ".sh", _sh, _joined, _sh_main),
-    "awk": Language("awk", ".awk", _awk, _joined, _awk_main, "awk {modules} -f main.awk"),
+    "sh": Language("sh", ".sh", _sh, _join_functions, _sh_main),
+    "awk": Language("awk", ".awk", _awk, _join_functions, _awk_main, "awk {modules} -f main.awk"),
     "perl": Language("perl", ".pl", _perl, _perl_module, _perl_main),
     "javascript": Language("node", ".js", _javascript, _javascript_module, _javascript_main),
 }

@@ -91,7 +91,7 @@ class ReasoningGym(TextEnv):
         entry, self._entry = self._entry, None
         with self._global_rng.install():
             score = _score(self._data, _answer(action), entry)
-        info = {"success": score >= 1, "answer": _gold(entry)}
+        info = {"success": score >= 1, "answer": _right_answer(entry)}
         return f"Score: {score:.3g}.", score, True, False, info
 
     def close(self) -> None:
@@ -147,13 +147,13 @@ def _score(data: Any, answer: str, entry: dict[str, Any]) -> float:
         # Some scorers raise if they cannot read an answer, which is then wrong. But a scorer that
         # fails on the expected answer too is broken, and says nothing about this one.
         try:
-            data.score_answer(answer=_gold(entry), entry=entry)
+            data.score_answer(answer=_right_answer(entry), entry=entry)
         except Exception:
             raise EnvError(f"the scorer fails, even on the expected answer: {error!r}") from error
         return 0.0
 
 
-def _gold(entry: Mapping[str, Any]) -> str | None:
+def _right_answer(entry: Mapping[str, Any]) -> str | None:
     """The expected answer, if one is known."""
     gold = entry.get("answer")
     return None if gold is None else str(gold)

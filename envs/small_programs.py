@@ -139,10 +139,10 @@ def broken(body: Body) -> Iterator[Body]:
     """Bodies with one mistake each. Some may still return the same for all arguments."""
     match body:
         case Value(result):
-            yield from map(Value, _mistaken(result))
+            yield from map(Value, _wrong_variants(result))
         case Branch():
             yield replace(body, greater=not body.greater)
-            for expression in _mistaken(body.then):
+            for expression in _wrong_variants(body.then):
                 yield replace(body, then=expression)
         case Fold():
             yield replace(body, first=Operation("+", body.first, 1))
@@ -151,25 +151,25 @@ def broken(body: Body) -> Iterator[Body]:
             for operator in OPERATORS:
                 if operator != body.operator:
                     yield replace(body, operator=operator)
-            for expression in _mistaken(body.term):
+            for expression in _wrong_variants(body.term):
                 yield replace(body, term=expression)
 
 
-def _mistaken(expression: Expression) -> Iterator[Expression]:
+def _wrong_variants(expression: Expression) -> Iterator[Expression]:
     match expression:
         case int():
             yield expression + 1
         case Invocation(name, argument):
             yield argument
-            for other in _mistaken(argument):
+            for other in _wrong_variants(argument):
                 yield Invocation(name, other)
         case Operation(operator, left, right):
             for wrong in OPERATORS:
                 if wrong != operator:
                     yield Operation(wrong, left, right)
-            for other in _mistaken(left):
+            for other in _wrong_variants(left):
                 yield Operation(operator, other, right)
-            for other in _mistaken(right):
+            for other in _wrong_variants(right):
                 yield Operation(operator, left, other)
 
 

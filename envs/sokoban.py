@@ -187,16 +187,18 @@ class Sokoban(TextEnv):
             return [push] if push else []
         way = _distances(self._puzzle.floor - self._boxes, stand)
         here = way.get(self._player, 0)
-        return [word for word in MOVES if here and way.get(_beside(self._player, word)) == here - 1]
+        return [
+            word for word in MOVES if here and way.get(_neighbour(self._player, word)) == here - 1
+        ]
 
     @property
     def _is_solved(self) -> bool:
         return self._boxes == self._puzzle.goals
 
     def _move(self, word: str) -> bool:
-        to = _beside(self._player, word)
+        to = _neighbour(self._player, word)
         if to in self._boxes:
-            behind = _beside(to, word)
+            behind = _neighbour(to, word)
             if behind not in self._puzzle.floor - self._boxes:
                 return False
             self._boxes = self._boxes - {to} | {behind}
@@ -225,7 +227,7 @@ class Sokoban(TextEnv):
             said.append(
                 f"box {_steps_between(self._player, box)}, goal {_steps_between(box, goal)}"
             )
-        walls = [word for word in MOVES if _beside(self._player, word) not in self._puzzle.floor]
+        walls = [word for word in MOVES if _neighbour(self._player, word) not in self._puzzle.floor]
         return "\n".join([*said, *([f"wall {' '.join(walls)}"] if walls else [])])
 
     def _grid(self) -> str:
@@ -325,7 +327,7 @@ def _off_goals(boxes: Set[Cell], goals: Set[Cell]) -> int:
     return sum(min(abs(row - r) + abs(column - c) for r, c in goals) for row, column in boxes)
 
 
-def _beside(cell: Cell, word: str) -> Cell:
+def _neighbour(cell: Cell, word: str) -> Cell:
     down, right = MOVES[word]
     return cell[0] + down, cell[1] + right
 
@@ -347,7 +349,7 @@ def _distances(free: Set[Cell], start: Cell) -> dict[Cell, int]:
     while queue:
         cell = queue.popleft()
         for word in MOVES:
-            to = _beside(cell, word)
+            to = _neighbour(cell, word)
             if to in free and to not in distances:
                 distances[to] = distances[cell] + 1
                 queue.append(to)

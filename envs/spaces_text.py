@@ -232,14 +232,14 @@ def parts_of(space: Space[Any] | None) -> Mapping[Any, Space[Any]] | None:
     return dict(enumerate(space.spaces)) if isinstance(space, spaces.Tuple) else None
 
 
-def _leaves(space: Space[Any], path: str = "") -> Iterator[tuple[str, Space[Any]]]:
+def _innermost_spaces(space: Space[Any], path: str = "") -> Iterator[tuple[str, Space[Any]]]:
     """The innermost parts of a space, with their paths."""
     inner = parts_of(space)
     if inner is None:
         yield path, space
     else:
         for key, part in inner.items():
-            yield from _leaves(part, f"{path}.{key}" if path else str(key))
+            yield from _innermost_spaces(part, f"{path}.{key}" if path else str(key))
 
 
 def _put_together(space: Space[Any], parts: Mapping[str, Any], path: str = "") -> Any:
@@ -312,7 +312,7 @@ def action_reader(name: str, space: Space[Any], words: Sequence[str] = ()) -> Ac
 
 
 def _parts_reader(name: str, space: Space[Any]) -> PartsReader:
-    leaves = list(_leaves(space))
+    leaves = list(_innermost_spaces(space))
     paths = [path for path, _ in leaves]
     if (
         not leaves
@@ -384,13 +384,17 @@ def _bounds(space: Space[Any]) -> tuple[list[float], list[float]] | None:
     """The bounds of each number of an action, flattened; `None` for a space without a rule."""
     if isinstance(space, spaces.MultiDiscrete):
         start = np.asarray(space.start)
-        return _exact(start), _exact(start + space.nvec - 1)
+        return _exact_bounds(start), _exact_bounds(start + space.nvec - 1)
     if isinstance(space, spaces.MultiBinary):
         return [0.0] * int(np.prod(space.shape)), [1.0] * int(np.prod(space.shape))
-    return (_exact(space.low), _exact(space.high)) if isinstance(space, spaces.Box) else None
+    return (
+        (_exact_bounds(space.low), _exact_bounds(space.high))
+        if isinstance(space, spaces.Box)
+        else None
+    )
 
 
-def _exact(bounds: Any) -> list[float]:
+def _exact_bounds(bounds: Any) -> list[float]:
     """The shortest decimal of each bound, which is the same number in the type of the bound."""
     return [float(str(bound)) for bound in np.asarray(bounds).flatten()]
 

@@ -206,7 +206,7 @@ class TextMaze(TextEnv):
 
     def _next(self, cell: Cell, word: str) -> Cell | None:
         """The cell that the word leads to now, if any."""
-        to = _beside(cell, word)
+        to = _neighbour(cell, word)
         door = _door_between(self.maze, cell, to)
         return to if door == "" or door in self.keys else None
 
@@ -230,7 +230,7 @@ class TextMaze(TextEnv):
 
     def _look(self, word: str) -> str:
         """The cell in that direction."""
-        to = _beside(self.cell, word)
+        to = _neighbour(self.cell, word)
         door = _door_between(self.maze, self.cell, to)
         if door is None:
             return "wall"
@@ -293,7 +293,7 @@ def _grow_tree(side: int, cells: int | None, rng: random.Random) -> dict[Cell, C
     parents, ends = {start: start}, [start]
     while ends and len(parents) != cells:
         cell = ends[-1] if rng.random() < 0.7 else rng.choice(ends)
-        around = [_beside(cell, word) for word in MOVES]
+        around = [_neighbour(cell, word) for word in MOVES]
         new = [to for to in around if to not in parents and 0 <= to[0] < side and 0 <= to[1] < side]
         if not new:
             ends.remove(cell)
@@ -330,6 +330,6 @@ def _door_between(maze: Maze, cell: Cell, to: Cell) -> str | None:
     return maze.doors.get(cell, "") if maze.parents[cell] == to else None
 
 
-def _beside(cell: Cell, word: str) -> Cell:
+def _neighbour(cell: Cell, word: str) -> Cell:
     down, right = MOVES[word]
     return cell[0] + down, cell[1] + right

@@ -13,7 +13,7 @@ from agentrl.cli.arguments import env_options
 from agentrl.config import load_config
 from agentrl.envs.base import TextEnv
 from agentrl.errors import ConfigError
-from agentrl.gateway.command_agent import _variables
+from agentrl.gateway.command_agent import _make_environment
 from agentrl.gateway.program import ProgramAssignment
 from agentrl.hosting.client_options import ClientOptions
 from agentrl.hosting.config import EnvDeadlines
@@ -89,7 +89,7 @@ def test_a_remote_environment_gets_them_from_the_run_and_from_its_owner(
 
 
 def test_a_program_gets_them(task: Task, tmp_path: Path) -> None:
-    variables = _variables(ProgramAssignment(task, "http://localhost:1", "key"), tmp_path)
+    variables = _make_environment(ProgramAssignment(task, "http://localhost:1", "key"), tmp_path)
     assert same(json.loads(variables["AGENTRL_TASK"])["options"], EXPECTED)
 
 

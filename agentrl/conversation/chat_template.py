@@ -110,7 +110,7 @@ class ChatTemplate:
         self._special = re.compile(
             "|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)"
         )
-        can = self._probe()
+        can = self._find_abilities()
         self._abilities = (
             can if own_tools else replace(can, tools=False, calls=False, results=False)
         )
@@ -145,7 +145,9 @@ class ChatTemplate:
             ConfigError: the template refuses it.
         """
         shown = [dict(tool) for tool in tools] if self._abilities.tools else []
-        text = self._try(self.messages_of(messages, tools), shown or None, add_generation_prompt)
+        text = self._try_render(
+            self.messages_of(messages, tools), shown or None, add_generation_prompt
+        )
         if isinstance(text, Exception):
             raise ConfigError(
                 f"the chat template refuses a conversation of {_roles(messages)}:"
@@ -154,17 +156,17 @@ class ChatTemplate:
             ) from text
         # Some templates leave out the text beside calls if another answer follows. Then text and
         # calls are written as two answers.
-        if _beside_calls_not_in(text, messages):
-            apart = self._try(
+        if _misses_text_beside_calls(text, messages):
+            apart = self._try_render(
                 self.messages_of(messages, tools, apart=True), shown or None, add_generation_prompt
             )
-            if isinstance(apart, str) and not _beside_calls_not_in(apart, messages):
+            if isinstance(apart, str) and not _misses_text_beside_calls(apart, messages):
                 text = apart
             else:  # where two answers cannot follow each other, as in Mistral's templates
-                text = self._with_texts_before_calls(text, messages)
+                text = self._put_texts_before_calls(text, messages)
         return self._check_written(text, messages)
 
-    def _with_texts_before_calls(self, text: str, messages: Sequence[Message]) -> str:
+    def _put_texts_before_calls(self, text: str, messages: Sequence[Message]) -> str:
         """The text of a conversation, with the texts that it leaves out of answers put before their
         calls.
 
@@ -195,7 +197,7 @@ class ChatTemplate:
         new = self.messages_of(messages, (), begins=False)
         kind = self._kind(new[0])
         name = new[0].get("name", "")
-        text = self._try([*_base(kind, name, self._abilities), *new])
+        text = self._try_render([*_base(kind, name, self._abilities), *new])
         opening = self._continuations[kind].opening.replace(_NAME_MARK, name)
         # Some templates write today's date, so the opening may have changed since it was found.
         if isinstance(text, str) and not text.startswith(opening):
@@ -204,7 +206,7 @@ class ChatTemplate:
         if isinstance(text, str) and not text.startswith(opening):
             # What follows may change how the answer is rendered: many strip its reasoning when the
             # user speaks.
-            opening = self._find_continuation(kind, self._ends_of(kind), new).opening.replace(
+            opening = self._find_continuation(kind, self._possible_ends(kind), new).opening.replace(
                 _NAME_MARK, name
             )
         if not isinstance(text, str) or not text.startswith(opening):
@@ -224,13 +226,13 @@ class ChatTemplate:
             ConfigError: it does.
         """
         base = _base("user", "", self._abilities)
-        new = _in_parts(_new("user"), self._abilities)
-        second, later = self._try([*base, new]), self._try([*base, *base, *base, new])
+        new = _content_in_parts(_new_message("user"), self._abilities)
+        second, later = self._try_render([*base, new]), self._try_render([*base, *base, *base, new])
         if isinstance(second, Exception) or isinstance(later, Exception):
             return
         as_second, as_later = second.rpartition(_MARK)[2], later.rpartition(_MARK)[2]
         # Some templates write the time: only a difference that repeats is one of the turn.
-        if as_second != as_later and self._try([*base, new]) == second:
+        if as_second != as_later and self._try_render([*base, new]) == second:
             raise ConfigError(
                 "the chat template writes a message by how many came before it: the second turn"
                 f" with {bare(as_second)!r:.200}, and a later one with {bare(as_later)!r:.200}."
@@ -251,7 +253,7 @@ class ChatTemplate:
         lost = not_in(text, messages)
         if lost is not None:
             marked = with_marks(messages)
-            shown = self._try(self.messages_of(marked, ()))
+            shown = self._try_render(self.messages_of(marked, ()))
             if isinstance(shown, Exception) or not_in(shown, marked) is not None:
                 raise left_out(lost, messages)
         return text
@@ -261,15 +263,17 @@ class ChatTemplate:
         writes no calls.
         """
         base = _base("user", "", self._abilities)[:1]
-        answer = _in_parts(
+        answer = _content_in_parts(
             _as_json(Message("assistant", "", tool_calls=calls), self._abilities), self._abilities
         )
-        text = self._try([*base, answer], None, False)
+        text = self._try_render([*base, answer], None, False)
         if not self._abilities.calls or isinstance(text, Exception):
             return "", ""
         # Some prompts begin the reasoning, which a call without reasoning does not.
         prompts = [
-            prompt for add in (True, False) if isinstance(prompt := self._try(base, None, add), str)
+            prompt
+            for add in (True, False)
+            if isinstance(prompt := self._try_render(base, None, add), str)
         ]
         begun = next((prompt for prompt in prompts if text.startswith(prompt)), "")
         ends = [at + len(stop) for stop in self.stops if (at := text.find(stop, len(begun))) >= 0]
@@ -281,8 +285,10 @@ class ChatTemplate:
         """
         base = _base("user", "", self._abilities)
         one = Message("assistant", _MARK, tool_calls=tuple(calls))
-        text = self._try(
-            [base[0], _in_parts(_as_json(one, self._abilities), self._abilities)], None, False
+        text = self._try_render(
+            [base[0], _content_in_parts(_as_json(one, self._abilities), self._abilities)],
+            None,
+            False,
         )
         if not self._abilities.calls or isinstance(text, Exception):
             return ""
@@ -298,8 +304,8 @@ class ChatTemplate:
     @property
     def header(self) -> str:
         """The text that the template writes where an answer begins."""
-        user = [_in_parts({"role": "user", "content": _MARK}, self._abilities)]
-        before, begun = self._try(user, None, False), self._try(user)
+        user = [_content_in_parts({"role": "user", "content": _MARK}, self._abilities)]
+        before, begun = self._try_render(user, None, False), self._try_render(user)
         found = isinstance(before, str) and isinstance(begun, str) and begun.startswith(before)
         return str(begun)[len(str(before)) :] if found else ""
 
@@ -317,9 +323,9 @@ class ChatTemplate:
             Message("user", ""),
             Message("tool", "", tool_call_id=_CALL_ID, name=_NAME_MARK),
         )
-        opening = self._try(
+        opening = self._try_render(
             [
-                _in_parts({"role": role, "content": "U"}, self._abilities)
+                _content_in_parts({"role": role, "content": "U"}, self._abilities)
                 for role in ("system", "user")
             ]
         )
@@ -347,7 +353,7 @@ class ChatTemplate:
             said = "\n\n".join(filter(None, (*system, describe(tools))))
             messages = [Message("system", said), *messages[len(system) :]]
         return [
-            _in_parts(_as_json(message, can), can, len(message.images))
+            _content_in_parts(_as_json(message, can), can, len(message.images))
             for message in place_messages(messages, can, begins=begins)
         ]
 
@@ -360,9 +366,9 @@ class ChatTemplate:
 
     # Probing: what the template can do is found by rendering short conversations with marks
 
-    def _probe(self) -> Abilities:
+    def _find_abilities(self) -> Abilities:
         user = {"role": "user", "content": _MARK}
-        said, can = self._try([user]), self._form_of_content(user)
+        said, can = self._try_render([user]), self._form_of_content(user)
         if can is None:
             # Some templates need a list of tools even where there are none.
             render = self._render
@@ -395,7 +401,7 @@ class ChatTemplate:
             ),
         )
         for form in (can, replace(can, json_arguments=True), replace(can, calls=False)):
-            result = [*_base("tool", _NAME_MARK, form), _new("tool")]
+            result = [*_base("tool", _NAME_MARK, form), _new_message("tool")]
             if self._shows(_MARK, result, form) and self._shows(_NEW_MARK, result, form):
                 return self._probe_places(form)
         return self._probe_places(replace(can, calls=False, results=False))
@@ -436,7 +442,9 @@ class ChatTemplate:
         """
         spoken = [_PROBES[role](f"xq{place}Mark") for place, role in enumerate(roles)]
         tools = [dict(_PROBE_TOOL)] if can.tools and (described or set("CX") & set(roles)) else None
-        text = self._try([_in_parts(_as_json(message, can), can) for message in spoken], tools)
+        text = self._try_render(
+            [_content_in_parts(_as_json(message, can), can) for message in spoken], tools
+        )
         if isinstance(text, Exception):
             return False
         found = [text.find(f"xq{place}Mark") for place in range(len(roles))]
@@ -455,10 +463,10 @@ class ChatTemplate:
     def _shows(
         self, mark: str, messages: list[Json], can: Abilities, tools: list[Json] | None = None
     ) -> bool:
-        text = self._try([_in_parts(message, can) for message in messages], tools)
+        text = self._try_render([_content_in_parts(message, can) for message in messages], tools)
         return isinstance(text, str) and mark in text
 
-    def _try(
+    def _try_render(
         self, messages: list[Json], tools: list[Json] | None = None, add: bool = True
     ) -> str | Exception:
         try:
@@ -472,10 +480,12 @@ class ChatTemplate:
     def _find_continuations(self) -> dict[Kind, _Continuation]:
         self._continuations = {"user": self._find_continuation("user", self.stops)}
         if self._abilities.results:
-            self._continuations["tool"] = self._find_continuation("tool", self._ends_of("tool"))
+            self._continuations["tool"] = self._find_continuation(
+                "tool", self._possible_ends("tool")
+            )
         return self._continuations
 
-    def _ends_of(self, kind: Kind) -> Sequence[str]:
+    def _possible_ends(self, kind: Kind) -> Sequence[str]:
         """Texts that may end an answer. A header that ends the user's turn ends calls too."""
         closing = self._continuations["user"].closing if kind == "tool" else ""
         return self.stops if kind == "user" else [closing, *self.stops] if closing else []
@@ -489,9 +499,9 @@ class ChatTemplate:
         `new`: what follows the answer, if it is not just a message of this kind.
         """
         base = _base(kind, _NAME_MARK, self._abilities)
-        first = {**new[0], "content": _NEW_MARK} if new else _new(kind)
-        text = self._try([*base, _in_parts(first, self._abilities), *new[1:]])
-        alone = self._try(base, None, False)
+        first = {**new[0], "content": _NEW_MARK} if new else _new_message(kind)
+        text = self._try_render([*base, _content_in_parts(first, self._abilities), *new[1:]])
+        alone = self._try_render(base, None, False)
         if isinstance(text, Exception) or _NEW_MARK not in text or _MARK not in text:
             raise ConfigError(
                 f"the chat template cannot go on after an answer with a message of the {kind}:"
@@ -567,10 +577,12 @@ def _base(kind: Kind, name: str, can: Abilities) -> list[Json]:
     answer = Message("assistant", _MARK)
     if kind == "tool" and can.calls:
         answer = Message("assistant", "", tool_calls=(ToolCall(name, {"text": _MARK}, _CALL_ID),))
-    return [_in_parts(_as_json(message, can), can) for message in (Message("user", "U"), answer)]
+    return [
+        _content_in_parts(_as_json(message, can), can) for message in (Message("user", "U"), answer)
+    ]
 
 
-def _new(kind: Kind) -> Json:
+def _new_message(kind: Kind) -> Json:
     if kind == "user":
         return {"role": "user", "content": _NEW_MARK}
     return {"role": "tool", "content": _NEW_MARK, "tool_call_id": _CALL_ID, "name": _NAME_MARK}
@@ -605,7 +617,7 @@ def _as_json(message: Message, can: Abilities) -> Json:
     return one
 
 
-def _in_parts(one: Json, can: Abilities, images: int = 0) -> Json:
+def _content_in_parts(one: Json, can: Abilities, images: int = 0) -> Json:
     if images:
         text = [{"type": "text", "text": one["content"]}] if one["content"] else []
         return one | {"content": [*({"type": "image"} for _ in range(images)), *text]}
@@ -630,7 +642,7 @@ def not_in(text: str, messages: Sequence[Message]) -> int | None:
     return None
 
 
-def _beside_calls_not_in(text: str, messages: Sequence[Message]) -> bool:
+def _misses_text_beside_calls(text: str, messages: Sequence[Message]) -> bool:
     """True if the text of an answer with calls is missing."""
     return any(message.tool_calls and message.said.strip() not in text for message in messages)
 
@@ -656,7 +668,7 @@ def _roles(messages: Sequence[Message]) -> str:
     return ", ".join(message.role for message in messages)
 
 
-def _called(mark: str, text: str = "") -> Message:
+def _call_message(mark: str, text: str = "") -> Message:
     call = ToolCall(_NAME_MARK, {"text": mark}, _CALL_ID)
     return Message("assistant", "\n".join(filter(None, (text, call.render()))), tool_calls=(call,))
 
@@ -665,8 +677,8 @@ _PROBES: Mapping[str, Callable[[str], Message]] = {
     "S": lambda mark: Message("system", mark),
     "U": lambda mark: Message("user", mark),
     "A": lambda mark: Message("assistant", mark),
-    "C": _called,
-    "X": lambda mark: _called("a", mark),
+    "C": _call_message,
+    "X": lambda mark: _call_message("a", mark),
     "T": lambda mark: Message("tool", mark, tool_call_id=_CALL_ID, name=_NAME_MARK),
 }
 """Messages of conversations that try a template, by the letter of their role; `X` is an answer with

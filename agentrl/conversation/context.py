@@ -172,12 +172,12 @@ def _opening(shown: Sequence[Message]) -> Sequence[Message]:
     return shown[:first]
 
 
-def _named(value: Any) -> Any:
+def _expand_name(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
 Context = Annotated[
-    Full | LastK | Scratchpad | Summary, Field(discriminator="name"), BeforeValidator(_named)
+    Full | LastK | Scratchpad | Summary, Field(discriminator="name"), BeforeValidator(_expand_name)
 ]
 """A context policy, by its name."""
 

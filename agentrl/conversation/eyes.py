@@ -42,8 +42,8 @@ class Eyes:
         self._write = family.written(files)
         self._tokenizer = tokenizer
         self._asked_id: int = tokenizer.convert_tokens_to_ids(self.asked)
-        self._written = lru_cache(maxsize=256)(self._written_of)
-        self._count = lru_cache(maxsize=4096)(self._count_of)
+        self._written = lru_cache(maxsize=256)(self._write_placeholders)
+        self._count = lru_cache(maxsize=4096)(self._count_placeholders)
 
     @classmethod
     def of_model(cls, folder: Path, tokenizer: Any) -> "Eyes | None":
@@ -145,7 +145,7 @@ class Eyes:
         """The number of tokens that stand for a row of a picture's features."""
         return self._count(image.height, image.width)
 
-    def _written_of(self, height: int, width: int) -> str:
+    def _write_placeholders(self, height: int, width: int) -> str:
         """The text of a picture of this size, by the family's own image processor."""
         try:
             return self._write(height, width)
@@ -154,7 +154,7 @@ class Eyes:
                 f"the model takes no picture of {width} x {height} pixels: {error}"
             ) from error
 
-    def _count_of(self, height: int, width: int) -> int:
+    def _count_placeholders(self, height: int, width: int) -> int:
         """The number of placeholders in the text of a picture of this size."""
         return self._written(height, width).count(self.placeholder)
 

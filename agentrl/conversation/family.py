@@ -308,7 +308,7 @@ def _ids_by_template(
     variables: Mapping[str, Any],
 ) -> list[int] | None:
     # Some templates take the arguments of calls as objects, others as JSON in a text.
-    for form in (messages, list(map(_with_json_arguments, messages))):
+    for form in (messages, list(map(_write_arguments_as_json, messages))):
         with suppress(Exception):  # templates raise what they like
             text = tokenizer.apply_chat_template(
                 form, tools=tools, tokenize=False, add_generation_prompt=True, **variables
@@ -318,7 +318,7 @@ def _ids_by_template(
     return None
 
 
-def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def _write_arguments_as_json(message: dict[str, Any]) -> dict[str, Any]:
     if "tool_calls" not in message:
         return message
     calls = [

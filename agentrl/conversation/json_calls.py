@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from agentrl.conversation.declared import Tools
-from agentrl.conversation.reading import Reading, Unread, Write, call_of
+from agentrl.conversation.reading import Reading, Unread, Write, are_calls, call_of
 from agentrl.conversation.tool_calls import is_quoted
 from agentrl.trajectory import ToolCall
 
@@ -118,7 +118,7 @@ class JsonSyntax:
             else:
                 try:
                     found, stop = self.form.calls(text, at, len(calls))
-                    at = self._ended(text, stop)
+                    at = self._position_after_end(text, stop)
                     calls += found
                 except _UnreadableError as error:
                     at = self._next(text, at)
@@ -144,7 +144,7 @@ class JsonSyntax:
             return len(text)
         return after.start() if after[0] == self.mark else after.end()
 
-    def _ended(self, text: str, at: int) -> int:
+    def _position_after_end(self, text: str, at: int) -> int:
         """The position after the mark that ends a call, which may be cut off with the answer."""
         rest = text[at:].lstrip()
         if self.end and not rest.startswith(self.end):
@@ -157,7 +157,8 @@ def learn_json_syntax(write: Write) -> JsonSyntax | None:
     for learn in (_learn_entries, _learn_named):
         with suppress(Exception):  # templates raise what they like, and texts may lack the marks
             syntax = learn(write)
-            if all(_reads(syntax, write, calls) for calls in _PROBES):
+            readings = (syntax.read(write(calls), ()) for calls in _PROBES)
+            if all(map(are_calls, readings, _PROBES)):
                 return syntax
     return None
 
@@ -195,13 +196,6 @@ def _between_marks(written: str, begin: int, end: int, form: _Entries | _Named) 
     if mark is None:
         raise ValueError("no mark stands before the calls")
     return JsonSyntax(mark[0], written[end:].strip(), form, before[: mark.start()].strip())
-
-
-def _reads(syntax: JsonSyntax, write: Write, calls: Sequence[ToolCall]) -> bool:
-    found = syntax.read(write(calls), ())
-    return not found.malformed and [(one.name, one.arguments) for one in found.calls] == [
-        (one.name, one.arguments) for one in calls
-    ]
 
 
 def _decode(text: str, at: int) -> tuple[Any, int]:

@@ -102,7 +102,7 @@ class NestedSyntax:
                 raise _UnreadableError(
                     f"{self.mark}<invoke name=...> must stand around the parameters"
                 )
-            arguments = _object(one, declared(tools, named[1]))
+            arguments = _read_object(one, declared(tools, named[1]))
             call = ToolCall(named[1], arguments, f"call{number + len(found):05d}")
             if not call.is_plain:
                 raise _UnreadableError("it has half of a surrogate pair, or too deep nesting")
@@ -157,7 +157,7 @@ def learn_nested_syntax(write: Write) -> NestedSyntax | None:
     return None
 
 
-def _object(element: _Element, declares: Declared) -> dict[str, Any]:
+def _read_object(element: _Element, declares: Declared) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for one in element.inner:
         if one.name in found:
@@ -178,4 +178,4 @@ def _value(element: _Element, declares: Declared) -> Any:
         return {} if empty else value_of(element.text, declares)
     if names == {"item"} and "object" not in kinds:
         return [_value(one, declares.items) for one in element.inner]
-    return _object(element, declares)
+    return _read_object(element, declares)

@@ -148,6 +148,13 @@ def is_call(found: Sequence[ToolCall], call: ToolCall) -> bool:
     return [(one.name, dict(one.arguments)) for one in found] == [(call.name, call.arguments)]
 
 
+def are_calls(found: Reading, calls: Sequence[ToolCall]) -> bool:
+    """True if these calls were found, whatever their ids, and nothing that is malformed."""
+    return not found.malformed and [(one.name, one.arguments) for one in found.calls] == [
+        (one.name, one.arguments) for one in calls
+    ]
+
+
 def as_declared(call: ToolCall, tools: Tools) -> ToolCall:
     """The call with text for each argument that its tool declares as text alone.
 

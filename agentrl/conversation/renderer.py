@@ -301,7 +301,7 @@ class TemplateRenderer:
     def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
         """The tokens of a whole conversation, up to where the assistant begins to write."""
         if self._family is not None and (self._template.abilities.tools or not tools):
-            ids = self._by_family(
+            ids = self._encode_by_family(
                 messages, tools, lambda family, shown, described: family.whole(shown, described)
             )
             if ids is not None:
@@ -325,7 +325,7 @@ class TemplateRenderer:
         gets its end of turn, and before that the end of its reasoning, if it was cut within that.
         """
         if self._family is not None:
-            added = self._by_family(
+            added = self._encode_by_family(
                 messages,
                 tools,
                 lambda family, shown, described: family.added(
@@ -345,7 +345,7 @@ class TemplateRenderer:
         new_ids = self.encode(text)
         return new_ids[1:] if len(new_ids) and new_ids[0] == last else new_ids
 
-    def _by_family(
+    def _encode_by_family(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
@@ -361,7 +361,7 @@ class TemplateRenderer:
         assert self._family is not None
         if any(message.images for message in messages):
             return None
-        shown, described = self._guard_messages(messages), self._guarded_tools(tools)
+        shown, described = self._guard_messages(messages), self._guard_tools(tools)
         guarded = shown is not messages or described is not tools
         try:
             ids = rendered(
@@ -424,7 +424,7 @@ class TemplateRenderer:
         ]
         return messages if guarded == list(messages) else guarded
 
-    def _guarded_tools(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    def _guard_tools(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """The tools with guards, or themselves if they need none."""
         if not tools:
             return tools
@@ -579,7 +579,7 @@ class TemplateRenderer:
         """
         text = self._template.text(
             self._guard_messages(messages),
-            self._guarded_tools(tools),
+            self._guard_tools(tools),
             add_generation_prompt=add_generation_prompt,
         )
         return self._with_pictures(text, messages, begins=True)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from agentrl.conversation.declared import Tools, declared, value_of
-from agentrl.conversation.reading import Reading, Unread, Write, call_of
+from agentrl.conversation.reading import Reading, Unread, Write, are_calls, call_of
 from agentrl.conversation.tool_calls import is_quoted
 from agentrl.trajectory import ToolCall
 
@@ -139,7 +139,7 @@ class TaggedSyntax:
     def _call(self, text: str, start: int, number: int, tools: Tools) -> tuple[ToolCall, int]:
         """The call that begins at `start`, and where it ends."""
         at = _match_pieces(self.begin, text, start) or start
-        name, at = self._until(
+        name, at = self._read_name(
             text, at, (self.first, *([] if self.as_json else [self.none])), "name"
         )
         if self.as_json:
@@ -149,7 +149,7 @@ class TaggedSyntax:
         if end is None:
             at = _match_pieces(self.first, text, at) or at
             while end is None:
-                key, at = self._until(text, at, (self.middle,), "parameter")
+                key, at = self._read_name(text, at, (self.middle,), "parameter")
                 at = _match_pieces(self.middle, text, at) or at
                 if key in arguments:
                     raise _UnreadableError(f"{key!r} is given twice")
@@ -168,7 +168,7 @@ class TaggedSyntax:
     def _json_call(self, text: str, at: int, name: str, number: int) -> tuple[ToolCall, int]:
         """A call whose arguments begin at `at`, and where it ends."""
         try:
-            arguments, at = _DECODER.raw_decode(text, _blank(text, at))
+            arguments, at = _DECODER.raw_decode(text, _skip_space(text, at))
         except (ValueError, RecursionError) as error:
             raise _UnreadableError(f"its arguments are no JSON: {error}") from error
         end = _match_pieces(self.end, text, at)
@@ -181,9 +181,11 @@ class TaggedSyntax:
             raise _UnreadableError(f"{' '.join(self.end)!r} must follow its arguments")
         return call, end
 
-    def _until(self, text: str, at: int, followed: Sequence[Pieces], what: str) -> tuple[str, int]:
+    def _read_name(
+        self, text: str, at: int, followed: Sequence[Pieces], what: str
+    ) -> tuple[str, int]:
         """A name up to one of the tags that may follow it."""
-        name = _NAME.match(text, _blank(text, at))
+        name = _NAME.match(text, _skip_space(text, at))
         ends = [] if name is None else [text.find(one[0], name.start()) for one in followed]
         stop = min((end for end in ends if end >= 0), default=-1)
         found = "" if name is None or stop < 0 else text[name.start() : stop].rstrip()
@@ -255,16 +257,10 @@ def learn_tagged_syntax(write: Write) -> TaggedSyntax | None:
     for learn in (_learn_syntax, _learn_json_syntax):
         with suppress(Exception):  # templates raise what they like, and texts may lack the marks
             syntax = learn(write)
-            if all(_reads_back(syntax, write, calls) for calls in _PROBES):
+            readings = (syntax.read(write(calls), _PROBE_TOOLS) for calls in _PROBES)
+            if all(map(are_calls, readings, _PROBES)):
                 return syntax
     return None
-
-
-def _reads_back(syntax: TaggedSyntax, write: Write, calls: Sequence[ToolCall]) -> bool:
-    found = syntax.read(write(calls), _PROBE_TOOLS)
-    return not found.malformed and [(one.name, one.arguments) for one in found.calls] == [
-        (one.name, one.arguments) for one in calls
-    ]
 
 
 def _learn_syntax(write: Write) -> TaggedSyntax:
@@ -371,14 +367,14 @@ def _count_shared_pieces(one: Pieces, other: Pieces) -> int:
 def _match_pieces(pieces: Pieces, text: str, at: int) -> int | None:
     """The end of these pieces, if they begin at `at`; None if they do not stand there."""
     for piece in pieces:
-        at = _blank(text, at)
+        at = _skip_space(text, at)
         if not text.startswith(piece, at):
             return None
         at += len(piece)
     return at if pieces else None
 
 
-def _blank(text: str, at: int) -> int:
+def _skip_space(text: str, at: int) -> int:
     """The first position from `at` on that is no white space."""
     while at < len(text) and text[at].isspace():
         at += 1
@@ -414,7 +410,7 @@ def _keys_and_values(blank: str) -> Write:
     return write
 
 
-def _invoked(tag: str, space: str) -> Write:
+def _invocation_writer(tag: str, space: str) -> Write:
     def write(calls: Sequence[ToolCall]) -> str:
         written = []
         for call in calls:
@@ -439,8 +435,8 @@ def standard() -> Iterator[tuple[TaggedSyntax, Write]]:
         _functions("seed:tool_call", ""),
         _keys_and_values("\n"),
         _keys_and_values(""),
-        _invoked("minimax:tool_call", ""),
-        _invoked("atem:function_calls", "atem:"),
+        _invocation_writer("minimax:tool_call", ""),
+        _invocation_writer("atem:function_calls", "atem:"),
     ):
         syntax = learn_tagged_syntax(write)
         if syntax is not None:

@@ -75,7 +75,7 @@ def template_findings(renderer: TemplateRenderer) -> Iterator[Finding]:
     yield Finding(
         "family", renderer.family or "none is recognised: prompts are what the chat template writes"
     )
-    yield _ends(renderer)
+    yield _check_ends(renderer)
     can = renderer.template.abilities
     folded = [words for name, words in _PLACES.items() if not getattr(can, name)]
     yield Finding(
@@ -84,11 +84,11 @@ def template_findings(renderer: TemplateRenderer) -> Iterator[Finding]:
     )
     yield _reasoning(renderer)
     yield from _calls(renderer)
-    yield _control(renderer)
+    yield _check_control_tokens(renderer)
     yield from _turns(renderer)
 
 
-def _ends(renderer: TemplateRenderer) -> Finding:
+def _check_ends(renderer: TemplateRenderer) -> Finding:
     """The tokens that end answers. The template has to write one of them after an answer, else it
     is that of another model. (Families have formats of their own.)
     """
@@ -115,7 +115,9 @@ def _reasoning(renderer: TemplateRenderer) -> Finding:
         return Finding("reasoning", "as its family writes it" if of_family else "none")
     asked = renderer.conversation()
     prompt = asked.prompt([Message("user", "Well?")])
-    asked.answer(_make_completion(renderer, renderer.encode(_thinking(renderer, "So it is."))))
+    asked.answer(
+        _make_completion(renderer, renderer.encode(_write_thinking(renderer, "So it is.")))
+    )
     answer = asked.messages[-1]
     who = "the prompt" if _begins_reasoning(renderer, marks) else "the model"
     words = f"{marks.begin.strip()} ... {marks.end}, begun by {who}"
@@ -134,7 +136,7 @@ def _begins_reasoning(renderer: TemplateRenderer, marks: Marks) -> bool:
     return renderer.template.header.rstrip().endswith(marks.begin.strip())
 
 
-def _thinking(renderer: TemplateRenderer, said: str) -> str:
+def _write_thinking(renderer: TemplateRenderer, said: str) -> str:
     """An answer after a thought, as the model would write it; the answer alone, if its marks are
     not known.
     """
@@ -182,7 +184,7 @@ def _read_back(renderer: TemplateRenderer, call: ToolCall) -> list[tuple[str, di
     return [(one.name, dict(one.arguments)) for one in parse_tool_calls(action).calls]
 
 
-def _control(renderer: TemplateRenderer) -> Finding:
+def _check_control_tokens(renderer: TemplateRenderer) -> Finding:
     """The finding about control tokens: text of others with one in it has no control token that
     other text has not.
     """
@@ -222,7 +224,9 @@ def _turns(renderer: TemplateRenderer) -> Iterator[Finding]:
                 yield Finding("turns", f"turn {turn + 1} does not extend the one before", False)
                 return
             conversation.answer(
-                _make_completion(renderer, renderer.encode(_thinking(renderer, f"left {turn}")))
+                _make_completion(
+                    renderer, renderer.encode(_write_thinking(renderer, f"left {turn}"))
+                )
             )
             news = [Message("user", f"Now {turn}: é, 你好")]
             seen = prompt.ids.tolist()

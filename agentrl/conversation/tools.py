@@ -134,7 +134,7 @@ def tools_of(obj: object, *, base: type = object) -> tuple[ToolSpec, ...]:
     cls = obj if isinstance(obj, type) else type(obj)
     names = dict.fromkeys(name for owner in reversed(cls.__mro__) for name in vars(owner))
     return tuple(
-        _spec(cls, name)
+        _make_spec(cls, name)
         for name in names
         if not name.startswith("_")
         and not hasattr(base, name)
@@ -220,7 +220,7 @@ def merged(results: Sequence[tuple[str, StepResult]]) -> StepResult:
     )
 
 
-def _spec(cls: type, name: str) -> ToolSpec:
+def _make_spec(cls: type, name: str) -> ToolSpec:
     where = f"{cls.__module__}.{cls.__qualname__}.{name}"
     static = inspect.getattr_static(cls, name)
     function: Callable[..., Any] = getattr(cls, name)

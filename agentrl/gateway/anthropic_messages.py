@@ -76,7 +76,7 @@ def _read(checked: Json, _: Json) -> WireRequest:
         stop=tuple(checked.get("stop_sequences") or ()),
         may_call=choice.get("type") != "none",
     )
-    tools = [_tool(tool) for tool in checked.get("tools") or ()]
+    tools = [_read_tool(tool) for tool in checked.get("tools") or ()]
     model = str(checked["model"])
     return WireRequest(
         chat_request(messages, tools, options, model=model),
@@ -86,7 +86,7 @@ def _read(checked: Json, _: Json) -> WireRequest:
     )
 
 
-def _without_effort(body: Json, _: AgentSession) -> Json:
+def _drop_effort(body: Json, _: AgentSession) -> Json:
     """The body without `output_config.effort`, which constrains no answer. Other entries stay, and
     are refused.
     """
@@ -133,7 +133,7 @@ def _user_message(role: Any, blocks: Sequence[Json], where: str) -> Message:
     return Message(role, said.text, images=said.images)
 
 
-def _picture(block: Mapping[str, Any], where: str) -> EncodedImage:
+def _read_picture(block: Mapping[str, Any], where: str) -> EncodedImage:
     source = block["source"]
     if source.get("type") != "base64":
         raise unsupported(
@@ -143,10 +143,10 @@ def _picture(block: Mapping[str, Any], where: str) -> EncodedImage:
     return read_base64(source.get("data"), source.get("media_type"), where)
 
 
-_PICTURES = {"image": _picture}
+_PICTURES = {"image": _read_picture}
 
 
-def _tool(tool: Json) -> Mapping[str, Any]:
+def _read_tool(tool: Json) -> Mapping[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise unsupported(
             f"a tool of type {tool['type']!r}", "the model has no tools of its own; describe yours"
@@ -274,7 +274,7 @@ MESSAGES = WireProtocol(
     required=("model", "messages", "max_tokens"),
     fields=_FIELDS,
     reader=_read,
-    typed=_without_effort,
+    typed=_drop_effort,
 )
 
 COUNTED = WireProtocol(
@@ -283,6 +283,6 @@ COUNTED = WireProtocol(
     required=("model", "messages"),
     fields=_FIELDS,
     reader=_read,
-    typed=_without_effort,
+    typed=_drop_effort,
 )
 """The same without an answer: only the length of the prompt is asked for."""

@@ -70,7 +70,8 @@ class CommandAgent:
             status = await self._run_command(assignment, folder)
             if status:
                 raise EnvError(
-                    f"the command {self.command!r:.200} ended with status {status}: {_tail(folder)}"
+                    f"the command {self.command!r:.200} ended with status {status}:"
+                    f" {_output_end(folder)}"
                 )
             return _read_outcome(folder / "reward", self.command)
         finally:
@@ -105,7 +106,7 @@ class CommandAgent:
         if said != network.READY:
             raise EnvError(
                 f"the command {self.command!r:.200} was not started:"
-                f" {said.decode() or _tail(folder)}"
+                f" {said.decode() or _output_end(folder)}"
             )
         return socket.socket(fileno=sockets[0])
 
@@ -116,7 +117,7 @@ class CommandAgent:
         folder: Path,
         channel: socket.socket | None = None,
     ) -> int:
-        variables = _variables(assignment, folder) | dict(self.more or {})
+        variables = _make_environment(assignment, folder) | dict(self.more or {})
         if channel is not None:  # a contained command reaches no proxy
             variables = {
                 name: value
@@ -166,7 +167,7 @@ async def _end_started_processes(leader: asyncio.subprocess.Process, key: str) -
     await leader.communicate()
 
 
-def _variables(assignment: ProgramAssignment, folder: Path) -> dict[str, str]:
+def _make_environment(assignment: ProgramAssignment, folder: Path) -> dict[str, str]:
     dropped = {
         "ANTHROPIC_AUTH_TOKEN",
         "GOOGLE_GENAI_USE_ENTERPRISE",
@@ -195,7 +196,7 @@ def _read_outcome(file: Path, command: str) -> AgentOutcome:
     return written_outcome(written, command)
 
 
-def _tail(folder: Path) -> str:
+def _output_end(folder: Path) -> str:
     """The end of what the command printed."""
     try:
         with (folder / "output").open("rb") as file:

@@ -85,7 +85,7 @@ class _Thread:
             self._inner = None
         loop = self.result.get_loop()
         if not loop.is_closed():  # an abandoned thread may outlive the run
-            loop.call_soon_threadsafe(self._settle, result, error)
+            loop.call_soon_threadsafe(self._set_result, result, error)
 
     async def _call(self) -> Any:
         task = asyncio.current_task()
@@ -102,7 +102,7 @@ class _Thread:
             with self._lock:
                 self._inner = None
 
-    def _settle(self, result: Any, error: BaseException | None) -> None:
+    def _set_result(self, result: Any, error: BaseException | None) -> None:
         if self.result.done():  # cancelled meanwhile
             return
         if error is None:

@@ -81,23 +81,23 @@ def _as_typed(body: Json, _: AgentSession) -> Json:
     """The body with all names in camel case. The request that a `countTokens` body wraps is
     unwrapped.
     """
-    body = _camel_cased(body)
+    body = _rename_fields(body)
     inner = body.pop("generateContentRequest", None)
-    return body | _camel_cased(inner) if isinstance(inner, dict) else body
+    return body | _rename_fields(inner) if isinstance(inner, dict) else body
 
 
-def _camel_cased(value: Any, *, is_data: bool = False) -> Any:
+def _rename_fields(value: Any, *, is_data: bool = False) -> Any:
     """The value with names like `systemInstruction`. Names of the program's own, in arguments,
     results and schemas (`is_data`), stay as they are.
     """
     if isinstance(value, list):
-        return [_camel_cased(one) for one in value]
+        return [_rename_fields(one) for one in value]
     if not isinstance(value, dict) or is_data:
         return value
     renamed = {}
     for key, one in value.items():
         name = _camel_case(key)
-        renamed[name] = _camel_cased(one, is_data=name in _USER_DATA)
+        renamed[name] = _rename_fields(one, is_data=name in _USER_DATA)
     return renamed
 
 
@@ -131,7 +131,7 @@ def _read(checked: Json, body: Json) -> WireRequest:
         format=_format(config),
     )
     messages = _messages_of(checked, body)
-    tools = [function for tool in checked.get("tools") or () for function in _tools(tool)]
+    tools = [function for tool in checked.get("tools") or () for function in _read_tools(tool)]
     model, events = checked["model"], checked.get("alt") == "sse"
     request = chat_request(messages, tools, options, config.get("candidateCount") or 1, model)
     return WireRequest(
@@ -195,7 +195,7 @@ def _json_schema(schema: Any) -> Any:
 _GOOGLE_TYPES = ("STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL")
 
 
-def _tools(tool: Json) -> Iterator[Mapping[str, Any]]:
+def _read_tools(tool: Json) -> Iterator[Mapping[str, Any]]:
     others = [key for key in tool if key != "functionDeclarations" and tool[key] is not None]
     if others:
         raise unsupported(
@@ -221,7 +221,7 @@ def _messages_of(checked: Json, body: Json) -> list[Message]:
     for place, (content, written) in enumerate(zip(given, raw, strict=True)):
         where, parts = f"contents[{place}]", content.get("parts") or []
         for part in written.get("parts") or ():
-            _check(part, where)
+            _check_part(part, where)
         if content.get("role") == "model":
             answered += parts
             continue
@@ -238,7 +238,7 @@ def _contents(body: Json) -> Sequence[Json]:
     return [] if given is None else [given] if isinstance(given, dict) else given
 
 
-def _check(part: Json, where: str) -> None:
+def _check_part(part: Json, where: str) -> None:
     """Refuse what the model cannot be shown."""
     for name, value in part.items():
         if value is not None and name not in (*_PARTS, "thought", *_IGNORED_IN_PARTS):
@@ -278,7 +278,7 @@ def _user_messages(parts: Sequence[Json], where: str) -> Iterator[Message]:
         result = part["functionResponse"]
         yield Message(
             "tool",
-            _result(result.get("response") or {}),
+            _result_text(result.get("response") or {}),
             result.get("name", ""),
             tool_call_id=result.get("id", ""),
             images=_user_content(result.get("parts") or (), where).images,
@@ -303,17 +303,17 @@ def _user_content(parts: Sequence[Json], where: str) -> Said:
     return said_of(typed, where, ("text",), _PICTURES)
 
 
-def _picture(part: Mapping[str, Any], where: str) -> EncodedImage:
+def _read_picture(part: Mapping[str, Any], where: str) -> EncodedImage:
     data = part.get("data")
     if isinstance(data, str):
         data = data.replace("-", "+").replace("_", "/")  # Google's clients write URL-safe base64
     return read_base64(data, part.get("mimeType"), where)
 
 
-_PICTURES = {"picture": _picture}
+_PICTURES = {"picture": _read_picture}
 
 
-def _result(response: Json) -> str:
+def _result_text(response: Json) -> str:
     """The text of a result. Google's clients wrap a function's value in `result` or `output`."""
     if len(response) == 1 and (name := next(iter(response))) in ("result", "output"):
         value = response[name]

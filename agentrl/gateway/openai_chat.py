@@ -98,7 +98,7 @@ def _read(checked: Json, _: Json) -> WireRequest:
         format=format_of(checked.get("response_format")),
     )
     messages = [_message(message, place) for place, message in enumerate(checked["messages"])]
-    tools = [_tool(tool) for tool in checked.get("tools") or ()]
+    tools = [_read_tool(tool) for tool in checked.get("tools") or ()]
     request = chat_request(
         messages, tools, options, 1 if checked.get("n") is None else checked["n"], model
     )
@@ -146,7 +146,7 @@ def _call(call: Json, where: str) -> ToolCall:
     return call_of(call["id"], call["function"]["name"], call["function"]["arguments"])
 
 
-def _tool(tool: Json) -> Mapping[str, Any]:
+def _read_tool(tool: Json) -> Mapping[str, Any]:
     if tool.get("type") != "function":
         raise unsupported(f"a tool of type {tool.get('type')!r}", "tools are functions")
     described = tool["function"]

@@ -81,13 +81,13 @@ _FIELDS = Fields(
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
-def _picture(part: Mapping[str, Any], where: str) -> EncodedImage:
+def _read_picture(part: Mapping[str, Any], where: str) -> EncodedImage:
     if part.get("file_id"):
         raise unsupported(f"{where}: file_id", "no file is kept here; write image_url")
     return read_address(part.get("image_url"), where)
 
 
-_PICTURES = {"input_image": _picture}
+_PICTURES = {"input_image": _read_picture}
 
 
 def _read(checked: Json, body: Json) -> WireRequest:
@@ -103,7 +103,7 @@ def _read(checked: Json, body: Json) -> WireRequest:
         may_call=checked.get("tool_choice") != "none",
         format=format_of((checked.get("text") or {}).get("format")),
     )
-    tools = [_tool(tool) for tool in checked.get("tools") or ()]
+    tools = [_read_tool(tool) for tool in checked.get("tools") or ()]
     return WireRequest(
         chat_request(messages, tools, options, model=str(checked.get("model") or "")),
         bool(checked.get("stream")),
@@ -125,7 +125,7 @@ def _as_typed(body: Json, session: AgentSession) -> Json:
             item.id: item
             for call in session.tree.calls
             if len(call.answers) == 1
-            for item in _items(call)
+            for item in _output_items(call)
         }
         body = body | {
             "input": [_resolve_reference(item, known, place) for place, item in enumerate(items)]
@@ -231,13 +231,13 @@ def _messages(items: list[Json]) -> Iterator[Message]:
         yield assistant("".join(texts), calls)
 
 
-def _tool(tool: Json) -> Mapping[str, Any]:
+def _read_tool(tool: Json) -> Mapping[str, Any]:
     if tool.get("type") != "function":
         raise unsupported(f"a tool of type {tool.get('type')!r}", "tools are functions")
     return function(tool["name"], tool.get("description"), tool.get("parameters"))
 
 
-def _items(call: AgentCall) -> list[Any]:
+def _output_items(call: AgentCall) -> list[Any]:
     from openai.types.responses import (
         ResponseFunctionToolCall,
         ResponseOutputMessage,
@@ -302,7 +302,7 @@ def _response(call: AgentCall, body: Json, *, begun: bool = False) -> "Response"
             "object": "response",
             "created_at": call.created,
             "model": str(body.get("model", "policy")),
-            "output": [] if begun else _items(call),
+            "output": [] if begun else _output_items(call),
             "status": "in_progress" if begun else "completed",
             "error": None,
             "incomplete_details": None,
@@ -331,7 +331,7 @@ def _events(call: AgentCall, body: Json) -> Iterator[bytes]:
     begun = _response(call, body, begun=True).model_dump(mode="json", exclude_unset=True)
     yield made("response.created", response=begun)
     yield made("response.in_progress", response=begun)
-    for place, one in enumerate(_items(call)):
+    for place, one in enumerate(_output_items(call)):
         item = one.model_dump(mode="json", exclude_unset=True)
         at = {"output_index": place, "item_id": item["id"]}
         if item["type"] == "message":

@@ -47,9 +47,9 @@ def outcome_of(result: object, name: str) -> AgentOutcome:
         if isinstance(result.status, Failed):
             raise EnvError(f"{name} returned a failed score: {result.status.error}")
         return AgentOutcome(
-            _finite(result.value, name),
+            _finite_number(result.value, name),
             result.success,
-            {part: _finite(value, name) for part, value in result.parts.items()},
+            {part: _finite_number(value, name) for part, value in result.parts.items()},
         )
     if isinstance(result, dict):
         if unknown := [str(key) for key in result if key not in ("reward", "success", "parts")]:
@@ -65,17 +65,17 @@ def outcome_of(result: object, name: str) -> AgentOutcome:
             raise EnvError(
                 f"{name} returned {_format_value(given)} for its parts: write names with numbers"
             )
-        parts = {str(part): _finite(value, name) for part, value in given.items()}
+        parts = {str(part): _finite_number(value, name) for part, value in given.items()}
         if not isinstance(success, bool | np.bool_ | None):
             raise EnvError(
                 f"{name} returned {_format_value(success)} for its success: return true or false"
             )
         return AgentOutcome(
-            None if reward is None else _finite(reward, name),
+            None if reward is None else _finite_number(reward, name),
             None if success is None else bool(success),
             parts,
         )
-    return AgentOutcome(_finite(result, name))
+    return AgentOutcome(_finite_number(result, name))
 
 
 def written_outcome(written: str, command: str) -> AgentOutcome:
@@ -93,7 +93,7 @@ def written_outcome(written: str, command: str) -> AgentOutcome:
         ) from error
 
 
-def _finite(value: object, name: str) -> float:
+def _finite_number(value: object, name: str) -> float:
     is_none = isinstance(value, bool | str | bytes)
     try:
         number = math.nan if is_none else float(value)  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ def said_of(
         else:
             raise unsupported(f"{where}: content of type {kind!r}", "write text or pictures")
     if len(images) > MOST_IMAGES:
-        raise _refused(f"{where} has {len(images)} pictures, and {MOST_IMAGES} are the most")
+        raise _invalid_image(f"{where} has {len(images)} pictures, and {MOST_IMAGES} are the most")
     return Said("".join(found), tuple(images))
 
 
@@ -68,7 +68,7 @@ def read_address(address: Any, where: str) -> EncodedImage:
     if found is None:
         raise unsupported(f"{where}, the address {address!r:.80} as an image_url", _WAY_OUT)
     if found["more"].lower().rpartition(";")[2] != "base64":
-        raise _refused(f"{where} is a data: address without base64: write {_WAY_OUT}")
+        raise _invalid_image(f"{where} is a data: address without base64: write {_WAY_OUT}")
     return read_base64(address[found.end() :], found["type"], where)
 
 
@@ -83,10 +83,10 @@ def read_base64(data: Any, media_type: Any, where: str) -> EncodedImage:
     try:
         return EncodedImage.from_base64(data, media_type)
     except ImageError as error:
-        raise _refused(f"{where}: {error}") from error
+        raise _invalid_image(f"{where}: {error}") from error
 
 
-def _refused(detail: str) -> CallRefusedError:
+def _invalid_image(detail: str) -> CallRefusedError:
     return CallRefusedError(400, "invalid_image", detail)
 
 

@@ -92,7 +92,7 @@ class SandboxedAgent:
     async def run(self, assignment: ProgramAssignment) -> AgentOutcome:
         """Solve one task in a sandbox, which ends with this."""
         task = self._task_of(assignment.task.options)
-        spec = self._spec(assignment.task.options)
+        spec = self._sandbox_spec(assignment.task.options)
         sandboxes = TaskSandboxes(self._provider, spec, task, self.place.test_seconds)
         inside = replace(assignment, url=f"http://127.0.0.1:{PORT}")
         sandbox = await sandboxes.to_work_in()
@@ -120,7 +120,7 @@ class SandboxedAgent:
             )
         if offers.images and not self.place.sandbox.get("image"):
             return  # each task names its own
-        sandbox = await self._provider.start(self._spec({}))
+        sandbox = await self._provider.start(self._sandbox_spec({}))
         try:
             if not isinstance(self.agent, CodingAgent):
                 return
@@ -185,7 +185,7 @@ class SandboxedAgent:
             str(options.get("setup") or ""),
         )
 
-    def _spec(self, options: Mapping[str, Any]) -> SandboxSpec:
+    def _sandbox_spec(self, options: Mapping[str, Any]) -> SandboxSpec:
         image, dockerfile = options.get("image"), options.get("dockerfile")
         root = self._provider.offers.root
         return SandboxSpec(

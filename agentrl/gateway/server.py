@@ -345,7 +345,7 @@ def create_app(
     _add_google(app, registry)
     _add_models(app, registry)
 
-    @app.post("/v1/rewards", openapi_extra={"requestBody": _body_of(PostedReward)})
+    @app.post("/v1/rewards", openapi_extra={"requestBody": _request_body(PostedReward)})
     async def rewards(request: Request) -> dict[str, str]:
         session = registry.open_session(_key(request.headers))
         posted = await _read_post(PostedReward, request)
@@ -359,7 +359,7 @@ def create_app(
             session.done.set()
         return {}
 
-    @app.post("/v1/failures", openapi_extra={"requestBody": _body_of(PostedFailure)})
+    @app.post("/v1/failures", openapi_extra={"requestBody": _request_body(PostedFailure)})
     async def failures(request: Request) -> dict[str, str]:
         session = registry.open_session(_key(request.headers))
         posted = await _read_post(PostedFailure, request)
@@ -419,7 +419,7 @@ _MAX_FAULTS = 3
 """The number of faults of a body that a refusal lists."""
 
 
-def _body_of(kind: type[BaseModel]) -> dict[str, Any]:
+def _request_body(kind: type[BaseModel]) -> dict[str, Any]:
     return {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
 
 

@@ -158,7 +158,7 @@ class AgentSession:
         if self.closed:
             raise CallRefusedError(401, "episode_over", "the episode of this key is over")
         self.used = now()
-        pending = self._find_or_begin(self._with_sampled_ids(request))
+        pending = self._find_or_begin(self._restore_sampled_ids(request))
         pending.listeners.append(is_there)
         try:
             if pending.under_way is not None:
@@ -176,7 +176,7 @@ class AgentSession:
         Raises:
             CallRefusedError: the chat template refuses it.
         """
-        asked = self._with_sampled_ids(request)
+        asked = self._restore_sampled_ids(request)
         place = self.tree.place(asked)
         return place.known + len(self._render_request(asked, place)[0])
 
@@ -470,7 +470,7 @@ class AgentSession:
         seed = derive_seed(options.seed or 0) if chosen else self.episode.seed
         return derive_seed(seed, "answer", place) if place else seed
 
-    def _with_sampled_ids(self, request: ChatRequest) -> ChatRequest:
+    def _restore_sampled_ids(self, request: ChatRequest) -> ChatRequest:
         """The request with the ids that the model wrote for its tool calls, in place of the unique
         ones that programs get. Only so are its tokens those that were sampled.
         """

@@ -47,11 +47,11 @@ def _for_json(schema: Any, defined: Mapping[str, Schema]) -> Any:
     if schema.get("type") in ("generator", "list"):
         return changed | {"type": "list", "fail_fast": True}
     if schema.get("type") == "union":
-        return _tagged(changed, defined)
+        return _as_tagged_union(changed, defined)
     return changed
 
 
-def _tagged(union: Schema, defined: Mapping[str, Schema]) -> Schema:
+def _as_tagged_union(union: Schema, defined: Mapping[str, Schema]) -> Schema:
     """The union as a tagged union, if all of its types require a field whose literal values tell
     them apart. Then one type is tried instead of all.
     """

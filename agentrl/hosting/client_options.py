@@ -121,8 +121,8 @@ def for_clients(factory: Callable[[], Env], config: ClientOptions.Config) -> Cal
         return partial(
             ProcessEnv, address(name, [Component(_ADDRESS, ClientOptions, config)]), *rest
         )
-    return partial(_made_for_clients, factory, config)
+    return partial(_make_for_clients, factory, config)
 
 
-def _made_for_clients(factory: Callable[[], Env], config: ClientOptions.Config) -> Env:
+def _make_for_clients(factory: Callable[[], Env], config: ClientOptions.Config) -> Env:
     return ClientOptions(config, factory())

@@ -53,7 +53,7 @@ def find_interpreter(python: str | None, requires: Sequence[str] = ()) -> str:
     base = _executable(python)
     try:
         found = _venv(base, requires) if requires else base
-        _check_able(found)
+        _check_can_host(found)
     except OSError as error:
         raise ConfigError(
             f"env: nothing can be written into the cache folder {cache_folder()}: {error}."
@@ -63,7 +63,7 @@ def find_interpreter(python: str | None, requires: Sequence[str] = ()) -> str:
 
 
 @functools.cache
-def _check_able(python: str) -> None:
+def _check_can_host(python: str) -> None:
     able = _run([python, "-P", "-c", _ABLE.format(path=str(agentrl_alone()))], "starting it")
     if able.returncode:
         raise ConfigError(
@@ -128,7 +128,7 @@ def _venv(base: str, requires: Sequence[str]) -> str:
     """The Python of the virtual environment with these requirements, which is made if it does not
     exist.
     """
-    wanted = sorted({*map(_absolute, requires), *WORKER_NEEDS})
+    wanted = sorted({*map(_resolve_requirement, requires), *WORKER_NEEDS})
     folder = cache_folder() / "venvs" / _hash([_version(base), wanted])
     python = folder / "bin" / "python"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def _venv(base: str, requires: Sequence[str]) -> str:
     return str(python)
 
 
-def _absolute(requirement: str) -> str:
+def _resolve_requirement(requirement: str) -> str:
     """A requirement that is written as a path, such as `.`, as seen from the current folder."""
     path = Path(requirement).expanduser()
     is_path = os.sep in requirement or requirement in (os.curdir, os.pardir)

@@ -33,7 +33,7 @@ class Pictured(Wrapper):
         if not _is_whole(result, 2):
             return result
         observation, info = result
-        return observation, self._with_picture(info)
+        return observation, self._add_picture(info)
 
     def stepped(self, result: StepResult) -> StepResult:
         """The result with the picture of the new state. A malformed one is left for the host to
@@ -42,9 +42,9 @@ class Pictured(Wrapper):
         if not _is_whole(result, 5):
             return result
         observation, reward, terminated, truncated, info = result
-        return observation, reward, terminated, truncated, self._with_picture(info)
+        return observation, reward, terminated, truncated, self._add_picture(info)
 
-    def _with_picture(self, info: Mapping[str, Any]) -> dict[str, Any]:
+    def _add_picture(self, info: Mapping[str, Any]) -> dict[str, Any]:
         try:
             picture: object = self.env.render_html()  # type: ignore[attr-defined]
         except RAISED_BY_CODE as error:

@@ -35,7 +35,7 @@ def checked_reset(name: str, reply: Any) -> ResetResult:
             f"{name}.reset must return (observation: str, info: dict), got {reply!r:.200}"
         )
     observation, info = reply
-    return _checked_text(f"{name}.reset", observation), _checked_info(f"{name}.reset", info)
+    return _check_text(f"{name}.reset", observation), _check_info(f"{name}.reset", info)
 
 
 def checked_step(name: str, reply: Any) -> StepResult:
@@ -53,7 +53,7 @@ def checked_step(name: str, reply: Any) -> StepResult:
             f" truncated: bool, info: dict), got {reply!r:.200}"
         )
     observation, info = reply[0], reply[4]
-    reward, terminated, truncated = map(_scalar, reply[1:4])
+    reward, terminated, truncated = map(_to_python, reply[1:4])
     step = f"{name}.step"
     if not (isinstance(reward, Real) and math.isfinite(reward)):
         raise EnvError(
@@ -66,11 +66,11 @@ def checked_step(name: str, reply: Any) -> StepResult:
                 " `bool(...)`"
             )
     return (
-        _checked_text(step, observation),
+        _check_text(step, observation),
         float(reward),
         terminated,
         truncated,
-        _checked_info(step, info),
+        _check_info(step, info),
     )
 
 
@@ -96,7 +96,7 @@ def checked_tools(name: str, tools: Any) -> tuple[dict[str, Any], ...]:
     """
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
         raise EnvError(f"{name}.tools is {tools!r:.80}; write a sequence of JSON schemas")
-    return tuple(_checked_info(f"{name}.tools", tool) for tool in tools)
+    return tuple(_check_info(f"{name}.tools", tool) for tool in tools)
 
 
 def checked_prompt(name: str, prompt: Any) -> str:
@@ -105,10 +105,10 @@ def checked_prompt(name: str, prompt: Any) -> str:
     Raises:
         EnvError: it is no text.
     """
-    return _checked_text(f"{name}.system_prompt", str(prompt or ""))
+    return _check_text(f"{name}.system_prompt", str(prompt or ""))
 
 
-def _checked_text(where: str, observation: Any) -> str:
+def _check_text(where: str, observation: Any) -> str:
     if not isinstance(observation, str):
         if _holds_image(observation):
             raise EnvError(
@@ -120,7 +120,7 @@ def _checked_text(where: str, observation: Any) -> str:
     return _as_plain_str(observation)
 
 
-def _scalar(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """A scalar or an array of NumPy or torch as Python's; anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
 
@@ -158,14 +158,14 @@ def _check_encodes(what: str, text: str) -> None:
         ) from error
 
 
-def _checked_info(where: str, info: Any) -> dict[str, Any]:
+def _check_info(where: str, info: Any) -> dict[str, Any]:
     if not isinstance(info, Mapping):
         raise EnvError(
             f"{where} returned the info {info!r:.80}; return a dict with text keys, `{{}}` for"
             " nothing"
         )
     plain = {
-        _key(where, key, "info"): _to_json_value(where, value, f"info[{key!r}]")
+        _key_text(where, key, "info"): _to_json_value(where, value, f"info[{key!r}]")
         for key, value in info.items()
     }
     images_taken(where, plain)
@@ -188,12 +188,12 @@ def _to_json_value(where: str, value: Any, path: str) -> Any:
         return _as_plain_str(value)
     if isinstance(value, Mapping):
         return {
-            _key(where, key, path): _to_json_value(where, one, f"{path}[{key!r}]")
+            _key_text(where, key, path): _to_json_value(where, one, f"{path}[{key!r}]")
             for key, one in value.items()
         }
     if isinstance(value, list | tuple):
         return [_to_json_value(where, one, f"{path}[{number}]") for number, one in enumerate(value)]
-    if (bare := _scalar(value)) is not value:
+    if (bare := _to_python(value)) is not value:
         return _to_json_value(where, bare, path)
     if isinstance(value, Real):  # a fraction
         return float(value)
@@ -203,7 +203,7 @@ def _to_json_value(where: str, value: Any, path: str) -> Any:
     )
 
 
-def _key(where: str, key: Any, path: str) -> str:
+def _key_text(where: str, key: Any, path: str) -> str:
     """A key of the info as text: numbers become the texts that JSON writes for them."""
     if key is None or isinstance(key, bool | int | float):
         return json.dumps(key)

@@ -87,11 +87,11 @@ class Wrapper:
         self, *, seed: int, options: Mapping[str, Any]
     ) -> ResetResult | Awaitable[ResetResult]:
         """Reset the inner environment. Pictures that it shows are in the info then."""
-        return _with_change(self.env.reset(seed=seed, options=options), self.began)
+        return _apply(self.env.reset(seed=seed, options=options), self.began)
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
         """Step the inner environment."""
-        return _with_change(self.env.step(action), self.stepped)
+        return _apply(self.env.step(action), self.stepped)
 
     def close(self) -> None | Awaitable[None]:
         """Close the inner environment."""
@@ -182,7 +182,7 @@ class ActionFormat(Wrapper):
 
         @field_validator("pattern")
         @classmethod
-        def _compiles(cls, pattern: str) -> str:
+        def _check_pattern(cls, pattern: str) -> str:
             try:
                 re.compile(pattern)
             except re.error as error:
@@ -199,7 +199,7 @@ class ActionFormat(Wrapper):
     @property
     def system_prompt(self) -> str:
         """The inner environment's, with the hint."""
-        return self._with_hint(str(system_prompt_of(self.env) or ""))
+        return self._add_hint(str(system_prompt_of(self.env) or ""))
 
     def began(self, result: ResetResult) -> ResetResult:
         """Add the hint to each agent's system prompt."""
@@ -210,7 +210,7 @@ class ActionFormat(Wrapper):
             return result
         return observation, {
             **info,
-            "system_prompts": {agent: self._with_hint(prompts[agent]) for agent in prompts},
+            "system_prompts": {agent: self._add_hint(prompts[agent]) for agent in prompts},
         }
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
@@ -228,7 +228,7 @@ class ActionFormat(Wrapper):
     def _note_turn(self, info: Mapping[str, Any]) -> None:
         self._whose_turn = {"agent": info["agent"]} if "agent" in info else {}
 
-    def _with_hint(self, prompt: str) -> str:
+    def _add_hint(self, prompt: str) -> str:
         return f"{prompt}\n\n{self._hint}" if prompt else self._hint
 
 
@@ -377,14 +377,14 @@ def scheme(rest: str) -> Callable[[], Env]:
     return Wrapped(name, json.dumps(wrappers))
 
 
-def _with_change(reply: Any, change: Callable[[_Result], _Result]) -> _Result | Awaitable[_Result]:
+def _apply(reply: Any, change: Callable[[_Result], _Result]) -> _Result | Awaitable[_Result]:
     """Apply `change` to the reply of a method, which is awaited first if it is an awaitable."""
     if isinstance(reply, tuple):
         return change(as_result(reply))
     return _Changed(reply, change)
 
 
-async def _change(reply: Awaitable[Any], change: Callable[[_Result], _Result]) -> _Result:
+async def _apply_later(reply: Awaitable[Any], change: Callable[[_Result], _Result]) -> _Result:
     return change(as_result(await reply))
 
 
@@ -397,7 +397,7 @@ class _Changed(Coroutine[Any, Any, _Result]):
 
     def __init__(self, result: Awaitable[Any], change: Callable[[_Result], _Result]) -> None:
         self._result: Awaitable[_Result] = result
-        self._outer: Coroutine[Any, Any, _Result] = _change(result, change)
+        self._outer: Coroutine[Any, Any, _Result] = _apply_later(result, change)
 
     def __await__(self) -> Generator[Any, Any, _Result]:
         return self._outer.__await__()

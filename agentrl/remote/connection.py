@@ -208,7 +208,7 @@ class Connection(asyncio.Protocol):
                 self.opened.set_result(None)
         for event in self._wire.events_received():
             if isinstance(event, Frame):
-                self._take(event)
+                self._take_frame(event)
         if self._wire.close_rcvd is not None or self._wire.parser_exc is not None:
             self.drop(self.loss())
 
@@ -236,7 +236,7 @@ class Connection(asyncio.Protocol):
             self.opened.set_exception(error)
             self.opened.exception()  # marks it as retrieved: its waiter may be gone
 
-    def _take(self, frame: Frame) -> None:
+    def _take_frame(self, frame: Frame) -> None:
         if frame.opcode not in _MESSAGE_OPCODES:
             return
         self._fragments.append(bytes(frame.data))

@@ -93,7 +93,7 @@ Whole = Annotated[int, BeforeValidator(_as_integer), Field(strict=True)]
 """An integer as defined by JSON Schema: 7 and 7.0, but not true or "7"."""
 
 
-def _checked_text(text: str) -> str:
+def _check_text(text: str) -> str:
     if not text.isascii():
         try:
             text.encode()
@@ -102,11 +102,11 @@ def _checked_text(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_checked_text)]
+Text = Annotated[str, AfterValidator(_check_text)]
 """A text that can be sent on, which one of JSON's escapes may not be: "\\ud83d" alone."""
 
 
-def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
+def _check_options(options: dict[str, Any]) -> dict[str, Any]:
     check_plain(options)
     return options
 
@@ -121,7 +121,7 @@ class Reset(_Message):
     seq: Whole = Field(ge=1)
     """One more than the `seq` of the session's last reset or step."""
     seed: Whole = Field(ge=0)
-    options: Annotated[dict[str, Any], AfterValidator(_checked_options)] = {}
+    options: Annotated[dict[str, Any], AfterValidator(_check_options)] = {}
     """A value that a config can hold too: no NaN, no infinity."""
 
 

@@ -149,7 +149,9 @@ def create_app(
             flow.cancel()
         await sessions.end_all()
 
-    app = FastAPI(title=f"agentrl environment {name}", lifespan=lifespan, responses=_refusals(422))
+    app = FastAPI(
+        title=f"agentrl environment {name}", lifespan=lifespan, responses=_refusal_responses(422)
+    )
     _add_routes(app, sessions, name)
     for add_routes in protocols:
         add_routes(app, sessions, name)
@@ -182,14 +184,16 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
         for operation in ("reset_session", "step_session", "close_session")
     }
 
-    @app.post("/sessions", responses={200: {"links": links}, **_refusals(429, 500, 503, 504)})
+    @app.post(
+        "/sessions", responses={200: {"links": links}, **_refusal_responses(429, 500, 503, 504)}
+    )
     async def open_session() -> Opened:
         return await sessions.open()
 
     @app.post(
         "/sessions/{session}/reset",
         operation_id="reset_session",
-        responses=_refusals(*_CALL_STATUSES, 424, 503),
+        responses=_refusal_responses(*_CALL_STATUSES, 424, 503),
     )
     async def reset(session: str, request: Reset) -> Began:
         return await sessions.reset(session, request)
@@ -197,7 +201,7 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     @app.post(
         "/sessions/{session}/step",
         operation_id="step_session",
-        responses=_refusals(*_CALL_STATUSES),
+        responses=_refusal_responses(*_CALL_STATUSES),
     )
     async def step(session: str, request: Step) -> Stepped:
         return await sessions.step(session, request)
@@ -205,7 +209,7 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     @app.post(
         "/sessions/{session}/snapshot",
         operation_id="snapshot_session",
-        responses=_refusals(*_CALL_STATUSES),
+        responses=_refusal_responses(*_CALL_STATUSES),
     )
     async def snapshot(session: str, request: SaveState) -> Saved:
         return await sessions.snapshot(session, request)
@@ -213,12 +217,14 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     @app.post(
         "/sessions/{session}/restore",
         operation_id="restore_session",
-        responses=_refusals(*_CALL_STATUSES, 503),
+        responses=_refusal_responses(*_CALL_STATUSES, 503),
     )
     async def restore(session: str, request: RestoreState) -> Restored:
         return await sessions.restore(session, request)
 
-    @app.delete("/sessions/{session}", operation_id="close_session", responses=_refusals(404, 422))
+    @app.delete(
+        "/sessions/{session}", operation_id="close_session", responses=_refusal_responses(404, 422)
+    )
     async def close(session: str) -> dict[str, str]:
         await sessions.close(session)
         return {}
@@ -276,7 +282,7 @@ def _add_refusals(app: FastAPI, sessions: Sessions) -> None:
         )
 
 
-def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def _refusal_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The OpenAPI descriptions of these statuses, and of those that any request may get."""
     return {
         status: {"model": ProblemDetail, "description": STATUSES[status]}

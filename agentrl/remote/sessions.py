@@ -248,7 +248,7 @@ class Sessions:
                 restorable=session.env.restorable,
             )
 
-        return await self._once(
+        return await self._answer_once(
             session_id, client, request.seq, ("reset", request.seed, request.options), begin
         )
 
@@ -272,7 +272,9 @@ class Sessions:
                 info=info,
             )
 
-        return await self._once(session_id, client, request.seq, ("step", request.action), go_on)
+        return await self._answer_once(
+            session_id, client, request.seq, ("step", request.action), go_on
+        )
 
     async def snapshot(
         self, session_id: str, request: SaveState, client: str | None = None
@@ -286,7 +288,7 @@ class Sessions:
                 raise Refusal(409, "this environment cannot go back to its states")
             return Saved(self._seal.close(await session.env.snapshot()))
 
-        return await self._once(session_id, client, request.seq, ("snapshot",), save)
+        return await self._answer_once(session_id, client, request.seq, ("snapshot",), save)
 
     async def restore(
         self, session_id: str, request: RestoreState, client: str | None = None
@@ -299,13 +301,13 @@ class Sessions:
             session.playing = True
             return Restored(session.env.system_prompt, [dict(tool) for tool in session.env.tools])
 
-        return await self._once(
+        return await self._answer_once(
             session_id, client, request.seq, ("restore", request.state), go_back
         )
 
     async def close(self, session_id: str) -> None:
         """End a session; its environment is reused by the next one."""
-        await self._end(self._find(session_id))
+        await self._end(self._find_session(session_id))
 
     async def expire(self) -> None:
         """End the sessions that were idle too long or whose client is gone; while draining, also
@@ -351,7 +353,7 @@ class Sessions:
                 503, "the server is shutting down and begins nothing new", self.limits.retry_seconds
             )
 
-    def _find(self, session_id: str) -> _Session:
+    def _find_session(self, session_id: str) -> _Session:
         session = self._sessions.get(session_id)
         if session is None:
             raise Refusal(
@@ -360,7 +362,7 @@ class Sessions:
             )
         return session
 
-    async def _once(
+    async def _answer_once(
         self,
         session_id: str,
         client: str | None,
@@ -371,10 +373,10 @@ class Sessions:
         """Do the work of request `seq`, or repeat its answer if it was done. A session runs one
         call at a time.
         """
-        session = self._find(session_id)
+        session = self._find_session(session_id)
         async with session.lock:
             if session.gone:
-                self._find(session_id)  # raises 404
+                self._find_session(session_id)  # raises 404
             session.used = now()
             self._note_client(session, client)
             if seq == session.seq and asked == session.asked:
@@ -429,7 +431,7 @@ class _Seal:
 
     def close(self, state: bytes) -> str:
         """The state with its mark, as text."""
-        return base64.b64encode(self._mark(state) + state).decode()
+        return base64.b64encode(self._sign(state) + state).decode()
 
     def open(self, text: str) -> bytes:
         """The state in a text that `close` has made.
@@ -442,11 +444,11 @@ class _Seal:
         except ValueError:
             whole = b""
         mark, state = whole[:32], whole[32:]
-        if not hmac.compare_digest(mark, self._mark(state)):
+        if not hmac.compare_digest(mark, self._sign(state)):
             raise Refusal(422, "this state was not given by this server since it started")
         return state
 
-    def _mark(self, state: bytes) -> bytes:
+    def _sign(self, state: bytes) -> bytes:
         return hmac.digest(self._key, state, hashlib.sha256)
 
 

@@ -39,10 +39,10 @@ def checked_archive(archive: bytes) -> bytes:
 
 def _copy(read: tarfile.TarFile, new: tarfile.TarFile) -> None:
     members = read.getmembers()
-    links = {_checked_path(member.name) for member in members if member.issym()}
+    links = {_check_path(member.name) for member in members if member.issym()}
     total = 0
     for member in members:
-        path = _checked_path(member.name)
+        path = _check_path(member.name)
         parts = path.split("/")
         folders_above = {"/".join(parts[:depth]) for depth in range(1, len(parts))}
         if folders_above & links:
@@ -90,7 +90,7 @@ def _is_harmless(path: str, target: str, links: Set[str]) -> bool:
     return True
 
 
-def _checked_path(name: str) -> str:
+def _check_path(name: str) -> str:
     path = posixpath.normpath(name)
     if path.startswith("/") or ".." in name.split("/"):
         raise ValueError(f"the archive has a path outside of its folder: {name!r:.200}")

@@ -78,14 +78,16 @@ class CommandSandbox(ABC):
         """See `Sandbox`."""
         output = await self._script(_WRITE, [self._path(path)], content)
         if output.exit or output.ended_by != "itself":
-            raise OSError(f"{path!r} could not be written: {_reason(output)}")
+            raise OSError(f"{path!r} could not be written: {_failure_reason(output)}")
 
     async def upload(self, archive: bytes, folder: str = ".") -> None:
         """See `Sandbox`."""
         harmless = await asyncio.to_thread(checked_archive, archive)
         output = await self._script(_UNPACK, [self._path(folder)], harmless)
         if output.exit or output.ended_by != "itself":
-            raise OSError(f"an archive could not be unpacked in {folder!r}: {_reason(output)}")
+            raise OSError(
+                f"an archive could not be unpacked in {folder!r}: {_failure_reason(output)}"
+            )
 
     async def download(self, folder: str = ".", most: int = 32 << 20) -> bytes:
         """See `Sandbox`."""
@@ -102,7 +104,7 @@ class CommandSandbox(ABC):
         if len(content) > most or output.stdout.cut:
             raise OSError(f"{path!r} has more than {most} bytes")
         if output.exit or output.ended_by != "itself":
-            raise OSError(f"{path!r} could not be read: {_reason(output)}")
+            raise OSError(f"{path!r} could not be read: {_failure_reason(output)}")
         return content
 
     async def _script(
@@ -122,6 +124,6 @@ class CommandSandbox(ABC):
         return posixpath.join(self.folder, path) if path else self.folder
 
 
-def _reason(output: Output) -> str:
+def _failure_reason(output: Output) -> str:
     ended = "" if output.ended_by == "itself" else f"ended by its limit of {output.ended_by}; "
     return f"{ended}{output.stderr.text().strip()[-500:] or f'exit status {output.exit}'}"

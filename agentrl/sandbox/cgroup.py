@@ -57,7 +57,7 @@ def make(name: str) -> tuple[str, ...]:
 
     One folder with version 2 of the interface; with version 1, that of memory and that of CPU time.
     """
-    for bases in _bases():
+    for bases in _base_folders():
         made: list[str] = []
         try:
             for base in bases:
@@ -133,8 +133,8 @@ class ControlGroup:
         # "Busy" if earlier programs have left more than that, which the kernel frees when it likes.
         with suppress(OSError):
             os.pwrite(self._open[self._files.limit], str(most).encode(), 0)
-        self._cpu_before = self._value(*self._files.cpu)
-        self._killed_before = self._value(*self._files.killed)
+        self._cpu_before = self._read_number(*self._files.cpu)
+        self._killed_before = self._read_number(*self._files.killed)
 
     def join(self) -> None:
         """Move this process, and all that it will start, into the group.
@@ -151,15 +151,15 @@ class ControlGroup:
         """
         if not self:
             return ""
-        cpu = self._value(*self._files.cpu) - self._cpu_before
+        cpu = self._read_number(*self._files.cpu) - self._cpu_before
         if cpu * self._files.cpu_unit >= self._order.cpu:
             return "cpu"
-        if self._value(*self._files.killed) > self._killed_before:
+        if self._read_number(*self._files.killed) > self._killed_before:
             return "memory"
         # Pages of files do not count: those of the folder, which is in memory, are limited as disk.
-        used = self._value(self._files.memory, "")
+        used = self._read_number(self._files.memory, "")
         if used > self._order.memory:
-            used -= self._value(*self._files.file_pages)
+            used -= self._read_number(*self._files.file_pages)
         if used > self._order.memory:
             return "memory"
         return ""
@@ -171,7 +171,7 @@ class ControlGroup:
         for parent, (_, name) in zip(self._parents, self._names, strict=True):
             _remove(name, parent)
 
-    def _value(self, name: str, line: str) -> int:
+    def _read_number(self, name: str, line: str) -> int:
         text = os.pread(self._open[name], 1 << 14, 0).decode()
         if not line:
             return int(text)
@@ -191,7 +191,7 @@ def _remove(path: str, parent: int | None = None) -> None:
         select.poll().poll(1)  # waits 1 ms; its processes were killed, and are about to end
 
 
-def _bases() -> Iterator[tuple[str, ...]]:
+def _base_folders() -> Iterator[tuple[str, ...]]:
     """Folders in which a group may be made, best first."""
     try:
         mounts, mine = list(_mounts()), dict(_own_groups())

@@ -366,7 +366,7 @@ class DockerSandboxes:
 
     async def _remove_all(self, label: str) -> None:
         """Remove the containers and then the images with a label."""
-        for container in await self.client.containers.list(all=True, filters=_labelled(label)):
+        for container in await self.client.containers.list(all=True, filters=_label_filter(label)):
             await self.discard(container.id)
         for image in await self.client.images.list(filters={"label": [label]}):
             await self._remove_image(str(image["Id"]))
@@ -374,7 +374,7 @@ class DockerSandboxes:
     async def _reap(self) -> None:
         """Remove what belongs to processes that have ended."""
         owners = set()
-        for container in await self.client.containers.list(all=True, filters=_labelled(_OWNER)):
+        for container in await self.client.containers.list(all=True, filters=_label_filter(_OWNER)):
             owners.add(str(container["Labels"][_OWNER]))
         for image in await self.client.images.list(filters={"label": [_OWNER]}):
             owners.add(str(image["Labels"][_OWNER]))
@@ -588,7 +588,7 @@ class _Running:
                 if self._stdin:
                     flow.start(self._feed(stream), name="stdin")
                 while (message := await stream.read_out()) is not None:
-                    self._take(message.stream, message.data)
+                    self._take_output(message.stream, message.data)
                 flow.cancel()
         finally:
             with suppress(AssertionError):  # there is no connection left to close
@@ -599,7 +599,7 @@ class _Running:
             for at in range(0, len(self._stdin), _PIECE_BYTES):
                 await stream.write_in(self._stdin[at : at + _PIECE_BYTES])
 
-    def _take(self, stream: int, part: bytes) -> None:
+    def _take_output(self, stream: int, part: bytes) -> None:
         if stream == 1 and not self.group:
             # The first line is the process group (`_COMMAND`), and may come in several parts.
             line, newline, part = (self._begun + part).partition(b"\n")
@@ -676,7 +676,7 @@ def _sockets() -> tuple[Path, ...]:
     )
 
 
-def _labelled(label: str) -> str:
+def _label_filter(label: str) -> str:
     return json.dumps({"label": [label]})
 
 

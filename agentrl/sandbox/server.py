@@ -159,13 +159,13 @@ def _receive_word(ready: socket.socket) -> tuple[bytes, int]:
 
 def _receive_order(channel: socket.socket) -> tuple[Order, int]:
     """An order without its input, and the bytes of that, which are left to be read."""
-    size, follows = HEADER.unpack(_exactly(channel, HEADER.size))
+    size, follows = HEADER.unpack(_receive_exactly(channel, HEADER.size))
     if size > LARGEST_JSON:
         os._exit(1)
-    return Order(stdin=b"", **json.loads(_exactly(channel, size))), follows
+    return Order(stdin=b"", **json.loads(_receive_exactly(channel, size))), follows
 
 
-def _exactly(channel: socket.socket, size: int) -> bytes:
+def _receive_exactly(channel: socket.socket, size: int) -> bytes:
     parts = []
     while size:
         part = channel.recv(min(size, 1 << 20))
@@ -231,7 +231,7 @@ class _Run:
             os.close(fd)
         self.hit = self.hit or self._limit_exceeded()
         while self.to_come:  # unread input must not be taken for the next order
-            self._take()
+            self._read_input()
 
     def report(self) -> Sequence[bytes | bytearray]:
         """The parts of the message that reports it."""
@@ -252,7 +252,7 @@ class _Run:
         elif fd == self.channel:
             if events & ~select.POLLIN:  # the driver died, or cancelled this run
                 self._abandon()
-            self._take()
+            self._read_input()
             self.poll.modify(self.channel, select.POLLRDHUP)
             self.poll.register(self.stdin, select.POLLOUT)
         elif fd == self.stdin:
@@ -300,7 +300,7 @@ class _Run:
         self.walls.end(self.folder)
         os._exit(0)
 
-    def _take(self) -> None:
+    def _read_input(self) -> None:
         """Read the next part of the input from the channel."""
         self.input = memoryview(os.read(self.channel, min(PIECE, self.to_come)))
         if not self.input:
@@ -360,7 +360,7 @@ class _Run:
             cpu, pages = cpu + its_cpu, pages + its_pages
         if cpu >= order.cpu:
             return "cpu"
-        buffers = 0 if self.walls.group else _buffers_of(pids)
+        buffers = 0 if self.walls.group else _buffer_bytes(pids)
         # `pages` counts shared pages once for each process that shares them. The exact count takes
         # longer.
         if (
@@ -384,7 +384,7 @@ def _children_cpu_time() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _buffers_of(pids: Sequence[int]) -> int:
+def _buffer_bytes(pids: Sequence[int]) -> int:
     """Bytes that the buffers of these processes' sockets may hold. Others than pairs of sockets
     cannot be made.
     """

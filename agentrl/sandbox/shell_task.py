@@ -81,14 +81,14 @@ class TaskSandboxes:
                 loop = asyncio.get_running_loop()
                 lock = _large_folder_locks.setdefault(loop, asyncio.Lock())
                 await stack.enter_async_context(lock)
-                made = await self._large_folder(sandbox)
+                made = await self._download_folder(sandbox)
             yield made
 
     @property
     def _largest(self) -> int:
         return min(LARGEST_FOLDER, self.spec.resources.disk)
 
-    async def _large_folder(self, sandbox: Sandbox) -> bytes | None:
+    async def _download_folder(self, sandbox: Sandbox) -> bytes | None:
         try:
             return await sandbox.download(most=self._largest)
         except OSError as error:

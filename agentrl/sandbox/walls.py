@@ -290,13 +290,13 @@ class Landlock(Walls):
         with os.scandir(folder) as files:
             for number, file in enumerate(files):
                 with suppress(FileNotFoundError):
-                    self._count(file.stat(follow_symlinks=False), used)
+                    self._count_file(file.stat(follow_symlinks=False), used)
                 if number == MAX_FILES:
                     return 1 << 62
         self._count_unlinked(folder, child, used)
         return sum(used.values())
 
-    def _count(self, found: os.stat_result, used: dict[int, int]) -> None:
+    def _count_file(self, found: os.stat_result, used: dict[int, int]) -> None:
         used[found.st_ino] = found.st_blocks * 512
         self._sizes[found.st_ino] = max(found.st_size, found.st_blocks * 512)
 
@@ -310,7 +310,7 @@ class Landlock(Walls):
             for name in os.listdir(descriptors):
                 with suppress(OSError):
                     if os.readlink(f"{descriptors}/{name}").startswith(ours):
-                        self._count(os.stat(f"{descriptors}/{name}"), used)
+                        self._count_file(os.stat(f"{descriptors}/{name}"), used)
             with open(f"/proc/{child}/maps", errors="replace") as file:
                 mapped = [
                     line.split(maxsplit=5)

@@ -31,10 +31,10 @@ def located(model: type[BaseModel], errors: Iterable[ErrorDetails], value: Any) 
 
     If it has the type of none, one problem names all that it may be.
     """
-    return list(_select_branches([_located(model, one, value) for one in errors], 0))
+    return list(_select_branches([_locate(model, one, value) for one in errors], 0))
 
 
-def _located(model: type[BaseModel], details: ErrorDetails, value: Any) -> Located:
+def _locate(model: type[BaseModel], details: ErrorDetails, value: Any) -> Located:
     sections, keys = [model], list[str]()
     known: list[str] = []
     branches: list[tuple[int, str]] = []

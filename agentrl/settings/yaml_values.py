@@ -178,9 +178,9 @@ class _Tree:
     def plain(self, node: yaml.Node, inside: tuple[yaml.Node, ...]) -> yaml.Node:
         """The node without merges. `inside`: the nodes that it stands in."""
         if any(node is one for one in inside):
-            raise self._wrong(node, "an anchor that holds itself: write the value out")
+            raise self._error_at(node, "an anchor that holds itself: write the value out")
         if len(inside) > DEEPEST:
-            raise self._wrong(node, _TOO_DEEP)
+            raise self._error_at(node, _TOO_DEEP)
         within = (*inside, node)
         if isinstance(node, yaml.MappingNode):
             self._check_tag(node, "map")
@@ -204,23 +204,25 @@ class _Tree:
         merges = 0
         for key, inner in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise self._wrong(key, "a key that is a list or a mapping: write a text")
+                raise self._error_at(key, "a key that is a list or a mapping: write a text")
             self._check_scalar(key)
             if key.value == _MERGE and not key.style:
                 merges += 1
                 if merges > 1:
-                    raise self._wrong(key, f"a second `{_MERGE}`: write `{_MERGE}: [*one, *other]`")
+                    raise self._error_at(
+                        key, f"a second `{_MERGE}`: write `{_MERGE}: [*one, *other]`"
+                    )
                 for base in self._bases(inner, within):
                     for one, value in self._pairs(base, (*within, base)):
                         merged.setdefault(one.value, (one, value))
             elif key.value in own:
                 first = own[key.value][0].start_mark.line + 1
-                raise self._wrong(
+                raise self._error_at(
                     key,
                     f"{key.value!r} for the second time, after line {first}: leave one of them out",
                 )
             elif not key.value and not key.style:
-                raise self._wrong(key, "a value without a key")
+                raise self._error_at(key, "a value without a key")
             else:
                 own[key.value] = key, inner
         return list({**merged, **own}.values())
@@ -229,12 +231,12 @@ class _Tree:
         """The mappings that `<<` names."""
         for base in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             if not isinstance(base, yaml.MappingNode):
-                raise self._wrong(
+                raise self._error_at(
                     base,
                     f"`{_MERGE}` without a mapping: write `{_MERGE}: *name`, after `&name {{...}}`",
                 )
             if any(base is one for one in within):
-                raise self._wrong(base, "an anchor that holds itself: write the value out")
+                raise self._error_at(base, "an anchor that holds itself: write the value out")
             yield base
 
     def _check_scalar(self, node: yaml.Node) -> None:
@@ -242,17 +244,17 @@ class _Tree:
         if kind not in {*_WORDS, "str"}:
             raise self._wrong_tag(node)
         if any("\ud800" <= character <= "\udfff" for character in node.value):
-            raise self._wrong(
+            raise self._error_at(
                 node, f"{node.value!r:.80}, which has half of a surrogate pair and is no text"
             )
         if kind != "str" and not _WORDS[kind].match(node.value):
-            raise self._wrong(node, f"{node.value!r:.80}, which is no {kind}")
+            raise self._error_at(node, f"{node.value!r:.80}, which is no {kind}")
         try:
             value = _scalar(kind, node.value)
         except ValueError as error:  # thousands of digits
-            raise self._wrong(node, f"a number that is too long: {error}") from error
+            raise self._error_at(node, f"a number that is too long: {error}") from error
         if isinstance(value, float) and math.isinf(value) and "inf" not in node.value.lower():
-            raise self._wrong(
+            raise self._error_at(
                 node, f"{node.value:.80}, which is too large a number: put quotes around a text"
             )
 
@@ -262,12 +264,12 @@ class _Tree:
 
     def _wrong_tag(self, node: yaml.Node) -> ConfigError:
         tag = node.tag.replace(_CORE, "!!", 1)
-        return self._wrong(
+        return self._error_at(
             node,
             f"the tag {tag}: settings are text, numbers, true, false, null, lists and mappings",
         )
 
-    def _wrong(self, node: yaml.Node, what: str) -> ConfigError:
+    def _error_at(self, node: yaml.Node, what: str) -> ConfigError:
         return ConfigError(f"{_prefix(self._where, node.start_mark)}{what}")
 
 

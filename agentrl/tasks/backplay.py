@@ -206,7 +206,7 @@ def _read_episode(
         return f"have no score of {settings.success_at:g} or more (tasks.success_at)"
     if row["agent"]:
         return "have several agents"
-    turns = list(_turns(row["messages"]))
+    turns = list(_given_turns(row["messages"]))
     if not turns or len(turns) != len(row["turns"]):
         return "show pictures, or have turns that are no steps of the environment"
     options = json.loads(row.get("options") or "{}")
@@ -216,7 +216,7 @@ def _read_episode(
     return RecordedEpisode(row["seed"], own, (*before, *turns), problem)
 
 
-def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[GivenTurn]:
+def _given_turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[GivenTurn]:
     """The answers of a conversation, each with the message that follows; none where another number
     follows, or pictures are shown.
     """

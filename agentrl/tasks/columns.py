@@ -114,13 +114,13 @@ def format_names(columns: Mapping[str, Any]) -> str:
 
 def answer_advice(row: Mapping[str, Any]) -> str:
     """The settings that make a column of the row, if any, the right answer."""
-    path = _answer(row)
+    path = _answer_column(row)
     return f"write tasks.columns={{prompt: prompt, answer: {path}}}" if path else ""
 
 
 def advice(row: Mapping[str, Any]) -> str:
     """The settings by which a row's columns are read as a question and its answer."""
-    answer = _answer(row)
+    answer = _answer_column(row)
     if template := _template(row):
         also = f" and tasks.columns={{answer: {answer}}}" if answer else ""
         return f"write 'tasks.prompt={template}'{also}"
@@ -158,7 +158,7 @@ def _template(row: Mapping[str, Any]) -> str:
     if not question:
         return ""
     context = next((path for path, _ in _find_columns(row, _CONTEXTS) if path != question), "")
-    choices = _choices(row)
+    choices = _choices_template(row)
     second = "input" if question == "instruction" and isinstance(row.get("input"), str) else ""
     parts = [f"{{{name}}}" for name in (context, question, second) if name]
     if len(parts) == 1 and not choices:
@@ -166,7 +166,7 @@ def _template(row: Mapping[str, Any]) -> str:
     return '"' + "\\n\\n".join(parts) + (f"\\n{choices}" if choices else "") + '"'
 
 
-def _choices(row: Mapping[str, Any]) -> str:
+def _choices_template(row: Mapping[str, Any]) -> str:
     """The choices of a row as a template writes them."""
     if all(isinstance(row.get(letter), str) for letter in "ABCD"):
         return "\\n".join(f"{letter}. {{{letter}}}" for letter in "ABCDEFGHIJ" if letter in row)
@@ -177,7 +177,7 @@ def _choices(row: Mapping[str, Any]) -> str:
     return ""
 
 
-def _answer(row: Mapping[str, Any]) -> str:
+def _answer_column(row: Mapping[str, Any]) -> str:
     for path, value in _find_columns(row, _ANSWERS):
         if isinstance(value, Mapping):  # the answers of SQuAD
             if "text" in value:

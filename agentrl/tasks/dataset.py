@@ -92,12 +92,12 @@ class DataRows:
 
     def row(self, place: int) -> tuple[int, Mapping[str, Any], Path | None]:
         """The number of a row in all its data, the row, and the folder of its pictures."""
-        number, part, inside = self._at(place)
+        number, part, inside = self._locate(place)
         return number, part.row(inside), part.pictures
 
     def where(self, place: int) -> str:
         """The place of a row, for messages."""
-        _, part, inside = self._at(place)
+        _, part, inside = self._locate(place)
         return part.where(inside)
 
     def divide(self, share: float) -> tuple["DataRows", "DataRows"]:
@@ -114,7 +114,7 @@ class DataRows:
         parts = (np.flatnonzero(mask).astype(np.uint64) for mask in (~second, second))
         return DataRows(self.parts, next(parts)), DataRows(self.parts, next(parts))
 
-    def _at(self, place: int) -> tuple[int, RowIndex, int]:
+    def _locate(self, place: int) -> tuple[int, RowIndex, int]:
         number = place if self.only is None else int(self.only[place])
         part = int(np.searchsorted(self._starts, number, side="right")) - 1
         return number, self.parts[part], number - int(self._starts[part])
@@ -188,12 +188,14 @@ class DatasetTasks:
         for part in self._rows.parts:
             part.check(
                 partial(check, part.pictures),
-                json.dumps([checked_as, self._env, self._options, _reading(self._settings)]),
+                json.dumps(
+                    [checked_as, self._env, self._options, _reading_settings(self._settings)]
+                ),
             )
 
     def task(self, index: int) -> Task:
         """The task of this index; with as many as there are rows, each has been used once."""
-        return self._at(self._place(index), index)
+        return self._task_at(self._place(index), index)
 
     def where(self, index: int) -> str:
         """The place of the row of this index, for messages."""
@@ -206,7 +208,7 @@ class DatasetTasks:
         )
         return Permutation(len(self._rows), seed)[place]
 
-    def _at(self, place: int, index: int, mark: str = "") -> Task:
+    def _task_at(self, place: int, index: int, mark: str = "") -> Task:
         """The task of the row at `place`, for this index; `mark` ends its id."""
         number, row, folder = self._rows.row(place)
         options, named, own_seed = self._reader.read(row, folder)
@@ -259,7 +261,9 @@ def _open_rows(
     settings: DatasetSettings, data: str, split: str, env: str, options: str
 ) -> DataRows:
     found: list[RowSource] = sources(data, split, settings.subset, settings.revision)
-    checked_as = json.dumps([_READING_VERSION, _reading(settings), settings.key, env, options])
+    checked_as = json.dumps(
+        [_READING_VERSION, _reading_settings(settings), settings.key, env, options]
+    )
     check = _make_row_check(settings, env, json.loads(options))
     columns = RowReader(settings).columns
     parts = (
@@ -362,7 +366,7 @@ def _explain_fault(fault: Fault, row: Mapping[str, Any], shape: type[Settings]) 
     )
 
 
-def _reading(settings: RowSettings) -> list[Any]:
+def _reading_settings(settings: RowSettings) -> list[Any]:
     """The settings that decide how rows are read."""
     return [settings.columns, settings.prompt, settings.answer]
 

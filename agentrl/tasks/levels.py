@@ -99,7 +99,7 @@ class Levels:
         if self._split != "train":
             return self._levels[index % len(self._levels)].task(index)
         rng = Random(derive_seed(self._seed, "level", index))
-        draw = self._in_band if self._settings.rule == "band" else self._by_progress
+        draw = self._draw_in_band if self._settings.rule == "band" else self._draw_by_progress
         return self._levels[draw(rng)].task(index)
 
     def observe(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:
@@ -122,7 +122,7 @@ class Levels:
             f"curriculum/{level}/success": rate for level, rate in rates.items() if rate is not None
         }
 
-    def _in_band(self, rng: Random) -> int:
+    def _draw_in_band(self, rng: Random) -> int:
         rates = [mean.value for mean in self._recent]
         played = [level for level, rate in enumerate(rates) if rate is not None]
         reached = min(max(played, default=-1) + 1, len(rates) - 1)
@@ -139,7 +139,7 @@ class Levels:
         # too hard.
         return next((level for level in played if (rates[level] or 0.0) < low), reached)
 
-    def _by_progress(self, rng: Random) -> int:
+    def _draw_by_progress(self, rng: Random) -> int:
         slopes = [
             abs((lately.value or 0.0) - (before.value or 0.0))
             for lately, before in zip(self._recent, self._long_term, strict=True)

@@ -104,25 +104,25 @@ class _Places:
         for part in parts:
             if not isinstance(part, Mapping) or part.get("type") not in PICTURES:
                 yield part
-            elif (given := _given(part)) is None:
+            elif (given := _named_picture(part)) is None:
                 yield self._next()
             else:
                 self._own += 1
-                yield _part(_address(given, self.folder, self._own))
+                yield _image_part(_address(given, self.folder, self._own))
 
     def _next(self) -> dict[str, Any]:
         """The part of the next picture of the row; if there is none, the number of places tells."""
         self.used += 1
         if self.used <= len(self.addresses):
-            return _part(self.addresses[self.used - 1])
+            return _image_part(self.addresses[self.used - 1])
         return {"type": "text", "text": ""}
 
 
-def _part(address: str) -> dict[str, Any]:
+def _image_part(address: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": address}}
 
 
-def _given(value: Mapping[str, Any]) -> Any:
+def _named_picture(value: Mapping[str, Any]) -> Any:
     """The picture that a mapping names, if any."""
     return next((value[key] for key in _KEYS if value.get(key) is not None), None)
 
@@ -141,7 +141,7 @@ def _address(value: Any, folder: Path | None, number: int) -> str:
 
 def _read(value: Any, folder: Path | None) -> EncodedImage:
     if isinstance(value, Mapping):
-        given = _given(value)
+        given = _named_picture(value)
         if given is None:
             raise ImageError(f"{dict(value)!r:.80} has neither bytes nor a path")
         return _read(given, folder)

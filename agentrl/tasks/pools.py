@@ -74,7 +74,7 @@ class DifficultyPools(DatasetTasks):
             if rng.random() < self._keep_probability[self._pools.get(place, "normal")]:
                 break
             place = rng.randrange(len(self))
-        return self._at(place, index, f"@{place}")
+        return self._task_at(place, index, f"@{place}")
 
     def observe(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:
         """Put the row of a task into the pool of its outcome."""

@@ -90,12 +90,12 @@ class RowIndex:
     @cached_property
     def offsets(self) -> U64:
         """The start of each row, in bytes."""
-        return _numbers(self.folder / "offsets.u64", self.size)
+        return _map_numbers(self.folder / "offsets.u64", self.size)
 
     @cached_property
     def keys(self) -> U64:
         """A hash for each row: rows with equal ones are the same task."""
-        return _numbers(self.folder / "keys.u64", self.size)
+        return _map_numbers(self.folder / "keys.u64", self.size)
 
     @property
     def pictures(self) -> Path | None:
@@ -110,7 +110,7 @@ class RowIndex:
         """
         try:
             with self.rows_path.open("rb") as file:
-                if _stamp(self.rows_path) != self._file:
+                if _size_and_time(self.rows_path) != self._file:
                     raise BadRowError("it has another size or time")
                 file.seek(int(self.offsets[number]))
                 return parse_line(file.readline())
@@ -171,7 +171,7 @@ def open_index(
         ConfigError: the source cannot be read, changes while it is read, or has bad rows, of which
             the first are named; or the cache folder cannot be written.
     """
-    stamp = _stamp(source) if isinstance(source, Path) else (0, 0)
+    stamp = _size_and_time(source) if isinstance(source, Path) else (0, 0)
     place = str(source.resolve()) if isinstance(source, Path) else json.dumps(asdict(source))
     of_source = cache_folder() / "datasets" / _hash(place, checked_as)
     final = of_source / _hash(stamp)
@@ -186,7 +186,7 @@ def open_index(
                 " XDG_CACHE_HOME names another one"
             ) from error
     index = RowIndex(source, final, found.digest, found.rows, stamp)
-    return replace(index, _file=_stamp(index.rows_path))
+    return replace(index, _file=_size_and_time(index.rows_path))
 
 
 def _load(source: RowSource, folder: Path) -> _IndexData | None:
@@ -199,7 +199,7 @@ def _load(source: RowSource, folder: Path) -> _IndexData | None:
         if sizes != {8 * found.rows}:
             return None
         rows = source if _is_lines(source) else folder / "rows.jsonl"
-        last = int(_numbers(folder / "offsets.u64", found.rows)[-1]) if found.rows else -1
+        last = int(_map_numbers(folder / "offsets.u64", found.rows)[-1]) if found.rows else -1
         return found if last < rows.stat().st_size else None
     except (OSError, ValueError, TypeError):
         return None
@@ -215,7 +215,7 @@ def _make_folder(
         folder = new_unfinished(final)
         folder.mkdir(parents=True)
         found = _build(source, check, columns, folder, stamp)
-        if isinstance(source, Path) and _stamp(source) != stamp:
+        if isinstance(source, Path) and _size_and_time(source) != stamp:
             raise ConfigError(
                 f"{source} has changed while it was read: start again when it is written"
             )
@@ -351,13 +351,13 @@ def _is_lines(source: RowSource) -> TypeGuard[Path]:
     return isinstance(source, Path) and is_lines(source)
 
 
-def _numbers(path: Path, count: int) -> U64:
+def _map_numbers(path: Path, count: int) -> U64:
     if not count:  # an empty file cannot be mapped
         return np.zeros(0, np.uint64)
     return np.memmap(path, "<u8", mode="r", shape=(count,))
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _size_and_time(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 

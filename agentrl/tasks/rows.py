@@ -156,7 +156,7 @@ def _sources(data: str, split: str, subset: str | None, revision: str | None) ->
             raise ConfigError(f"{data}: a file of tasks is one of {FILES}, by its name{other}")
         return [path]
     if path.is_dir():
-        return [*_in_folder(path, split, subset)]
+        return [*_files_of_split(path, split, subset)]
     if kind_of(path) or data.startswith((".", "/", "~")) or data.count("/") > 1:
         raise ConfigError(f"there is no file or folder {data!r}{_path_advice(data)}")
     return [HubDataset(data, subset, split, revision)]
@@ -175,7 +175,7 @@ def _path_advice(data: str) -> str:
     return f".{close}" if close else ""
 
 
-def _in_folder(folder: Path, split: str, subset: str | None) -> list[Path]:
+def _files_of_split(folder: Path, split: str, subset: str | None) -> list[Path]:
     """The files of a split; in a copy of a dataset of the hub too, where they lie in `SUBSET/` or
     `data/`.
     """
@@ -185,7 +185,7 @@ def _in_folder(folder: Path, split: str, subset: str | None) -> list[Path]:
     inner = {path.name for path in folder.glob("[!.]*/") if _files(path)}
     # A copy of a dataset of the hub has its files in `data/`.
     if not there and split not in inner and (folder / "data").is_dir():
-        return _in_folder(folder / "data", split, None)
+        return _files_of_split(folder / "data", split, None)
     named = _files(folder / split) or [path for path in there if _whole_split(path) == split]
     if named := named or [path for path in there if _split_of(path) == split]:
         return named
@@ -308,7 +308,7 @@ def parse_line(line: bytes) -> Mapping[str, Any]:
     except ValueError as error:
         # Also of text that is no UTF-8, and of halves of surrogate pairs, which no tokenizer takes.
         raise BadRowError(f"it is not JSON: {_explain_json_error(line, error)}") from error
-    return _object(row)
+    return _check_object(row)
 
 
 def parse_new_line(line: bytes) -> Mapping[str, Any]:
@@ -348,7 +348,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _explain_json_error(line: bytes, error: ValueError) -> str:
     """The reason why a line is not JSON, and the remedy for what programs write often."""
     try:
-        json.loads(line, parse_constant=_no_constant)
+        json.loads(line, parse_constant=_refuse_constant)
     except BadRowError as constant:
         return str(constant)
     except (ValueError, RecursionError):
@@ -358,7 +358,7 @@ def _explain_json_error(line: bytes, error: ValueError) -> str:
     return f"{said}. A line has no comma at its end" if comma else said
 
 
-def _object(row: Any) -> Mapping[str, Any]:
+def _check_object(row: Any) -> Mapping[str, Any]:
     if not isinstance(row, dict):
         raise BadRowError(
             f'it is a {type(row).__name__}, not an object: write {{"prompt": ..., "answer": ...}}'
@@ -396,7 +396,7 @@ def _dump_row(row: Mapping[str, Any]) -> bytes:
     return json.dumps(row, default=_json_default, ensure_ascii=False, allow_nan=False).encode()
 
 
-def _no_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise BadRowError(f"{name} is not a number of JSON: write null instead")
 
 
@@ -483,11 +483,11 @@ def _read_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowErro
         head = _read_head(file)
         if "".join(head).lstrip().startswith("["):
             for number, (line, value) in enumerate(_read_array(_Rejoined(head, file)), 1):
-                yield f"row {number} (line {line})", read_or_error(_object, value)
+                yield f"row {number} (line {line})", read_or_error(_check_object, value)
             return
         whole = _rows_of_object(head, file) if kind_of(path) == ".json" else None
         for number, row in enumerate(whole or (), 1):
-            yield f"row {number}", read_or_error(_object, row)
+            yield f"row {number}", read_or_error(_check_object, row)
         for number, text in enumerate(() if whole else chain(head, file), 1):
             if text.strip():
                 yield (
@@ -568,7 +568,7 @@ def _parse_json(text: str) -> Any:
         BadRowError: it has numbers that JSON does not have, or a key twice.
     """
     try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique_keys)
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
     except (json.JSONDecodeError, RecursionError):
         return None
 
@@ -590,7 +590,7 @@ def _read_array(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
         ValueError: a value is no JSON, or the array has no end, or something follows that.
     """
     decode = json.JSONDecoder(
-        parse_constant=_no_constant, object_pairs_hook=_unique_keys
+        parse_constant=_refuse_constant, object_pairs_hook=_unique_keys
     ).raw_decode
     text, line, block = file.read(_BLOCK_CHARACTERS), 1, _BLOCK_CHARACTERS
     place = text.index("[") + 1
@@ -695,7 +695,9 @@ def _read_arrow(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Map
             mapped = [field for field in batch.schema if _has_map(field.type)]
             for row in batch.to_pylist():
                 number += 1
-                row |= {field.name: _with_objects(row[field.name], field.type) for field in mapped}
+                row |= {
+                    field.name: _maps_to_objects(row[field.name], field.type) for field in mapped
+                }
                 yield f"row {number}", row
 
 
@@ -705,7 +707,7 @@ def _has_map(kind: "pa.DataType") -> bool:
     return type(kind).__name__ == "MapType" or any(map(_has_map, inner))
 
 
-def _with_objects(value: Any, kind: "pa.DataType") -> Any:
+def _maps_to_objects(value: Any, kind: "pa.DataType") -> Any:
     """A value with its maps as objects: Arrow makes lists of pairs of them.
 
     Raises:
@@ -716,11 +718,11 @@ def _with_objects(value: Any, kind: "pa.DataType") -> Any:
     if value is None or not _has_map(kind):
         return value
     if pa.types.is_map(kind):
-        return _unique_keys([(key, _with_objects(one, kind.item_type)) for key, one in value])
+        return _unique_keys([(key, _maps_to_objects(one, kind.item_type)) for key, one in value])
     if pa.types.is_struct(kind):
         fields = [kind.field(number) for number in range(kind.num_fields)]
-        return {one.name: _with_objects(value[one.name], one.type) for one in fields}
-    return [_with_objects(one, kind.value_type) for one in value]
+        return {one.name: _maps_to_objects(value[one.name], one.type) for one in fields}
+    return [_maps_to_objects(one, kind.value_type) for one in value]
 
 
 def _parquet_batches(file: BinaryIO, columns: Collection[str]) -> "Iterator[pa.RecordBatch]":

@@ -463,9 +463,8 @@ class _Check:
     def _next_action(self, env: Env, observation: str, turn: int, rng: random.Random) -> str | None:
         """The message of a turn; None if the given ones are used up."""
         if self.actions is None or (callable(self.actions) and isinstance(env, ProcessEnv)):
-            return _plausible_message(
-                env, observation, rng
-            )  # a player could not look into the process
+            # A player could not look into the environment's own process.
+            return _plausible_message(env, observation, rng)
         if callable(self.actions):
             return self._ask_player("actions", self.actions, env, rng)
         return self.actions[turn] if turn < len(self.actions) else None

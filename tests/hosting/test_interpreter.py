@@ -232,7 +232,7 @@ def test_a_folder_is_required_from_the_current_one(
 ) -> None:
     (tmp_path / "package").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert interpreter._absolute(written) == str((tmp_path / written).resolve())
-    assert interpreter._absolute("package") == "package", (
+    assert interpreter._resolve_requirement(written) == str((tmp_path / written).resolve())
+    assert interpreter._resolve_requirement("package") == "package", (
         "a package's name is no folder, though there is one"
     )

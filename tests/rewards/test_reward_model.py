@@ -345,5 +345,7 @@ def test_what_is_no_number_is_a_failure_and_no_reward(
             with pytest.raises(RewardError, match="which is no score"):
                 await reward.score(trajectory("left"))
 
-    monkeypatch.setattr(reward_model, "_compute_scores", lambda model, sequences: [value] * len(sequences))
+    monkeypatch.setattr(
+        reward_model, "_compute_scores", lambda model, sequences: [value] * len(sequences)
+    )
     asyncio.run(main())

@@ -30,9 +30,11 @@ def unified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_with_version_2_the_group_is_made_where_memory_can_be_limited(unified: Path) -> None:
-    assert list(cgroup._bases()) == [(str(unified),)]  # beside its own group, which has processes
+    assert list(cgroup._base_folders()) == [
+        (str(unified),)
+    ]  # beside its own group, which has processes
     (unified / "own" / "cgroup.subtree_control").write_text("memory\n")
-    assert list(cgroup._bases()) == [(str(unified / "own"),), (str(unified),)]
+    assert list(cgroup._base_folders()) == [(str(unified / "own"),), (str(unified),)]
 
 
 def test_a_group_that_lacks_a_file_is_none(unified: Path) -> None:

@@ -40,7 +40,7 @@ def taken_pictures(observation: Mapping[str, Any]) -> tuple[dict[str, Any], list
         if name == "metadata" or _is_shape(name, observation):
             rest[name] = value
         elif (pixels := _flat_pixels(name, observation)) is not None:
-            found += _files(name, pixels)
+            found += _encode_pictures(name, pixels)
         elif (left := _take_pictures(name, value, found)) is not None:
             rest[name] = left
     # A shape whose pixels were taken says nothing any more.
@@ -73,7 +73,7 @@ def _take_pictures(name: str, value: Any, found: list[str]) -> Any:
 
 def _take_from_list(name: str, value: list[Any], found: list[str]) -> Any:
     if (pixels := _pixels(value)) is not None:
-        found += _files(name, pixels)
+        found += _encode_pictures(name, pixels)
         return None
     before = len(found)
     kept = [left for one in value if (left := _take_pictures(name, one, found)) is not None]
@@ -94,7 +94,7 @@ def _pixels(value: list[Any]) -> npt.NDArray[np.uint8] | None:
     """The pixels that a list of lists is."""
     if not value or not isinstance(value[0], list) or not value[0]:
         return None
-    return _bytes_of(_array(value))
+    return _as_pixels(_as_array(value))
 
 
 def _flat_pixels(name: str, observation: Mapping[str, Any]) -> npt.NDArray[np.uint8] | None:
@@ -104,11 +104,11 @@ def _flat_pixels(name: str, observation: Mapping[str, Any]) -> npt.NDArray[np.ui
         return None
     if not all(type(size) is int and size > 0 for size in shape) or prod(shape) != len(value):
         return None
-    array = _array(value)
-    return _bytes_of(array.reshape(shape)) if array.shape == (len(value),) else None
+    array = _as_array(value)
+    return _as_pixels(array.reshape(shape)) if array.shape == (len(value),) else None
 
 
-def _array(value: list[Any]) -> npt.NDArray[Any]:
+def _as_array(value: list[Any]) -> npt.NDArray[Any]:
     """The list as an array, which has no numbers if its lists have several lengths."""
     try:
         return np.array(value)
@@ -116,13 +116,13 @@ def _array(value: list[Any]) -> npt.NDArray[Any]:
         return np.array([], object)
 
 
-def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8] | None:
+def _as_pixels(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8] | None:
     if array.dtype.kind not in "iu" or not is_of_pixels(array.shape):
         return None
     return array.astype(np.uint8) if array.min() >= 0 and array.max() <= 255 else None
 
 
-def _files(name: str, pixels: npt.NDArray[np.uint8]) -> list[str]:
+def _encode_pictures(name: str, pixels: npt.NDArray[np.uint8]) -> list[str]:
     try:
         return [base64.b64encode(image.data).decode() for image in pictures_of(pixels)]
     except ImageError as error:

@@ -285,7 +285,8 @@ class Socket:
             raise
         finally:
             if not self.usable:
-                self._abort()
+                self.server.sockets -= 1
+                self.connection.abort()
         return answer
 
     async def close(self) -> None:
@@ -351,7 +352,3 @@ class Socket:
         raise EnvError(
             f"{url} answered {said!r:.200} instead of an observation with a finite reward or null"
         )
-
-    def _abort(self) -> None:
-        self.server.sockets -= 1
-        self.connection.abort()

@@ -116,7 +116,7 @@ def text_from(observation: Mapping[str, Any]) -> str:
             if value is not None and name != IMAGES
         }
     texts = [value for value in shown.values() if isinstance(value, str)]
-    return texts[0] if len(shown) == len(texts) == 1 else _text_of(shown or None)
+    return texts[0] if len(shown) == len(texts) == 1 else _as_text(shown or None)
 
 
 def _tool_text(observation: Mapping[str, Any]) -> str:
@@ -124,9 +124,9 @@ def _tool_text(observation: Mapping[str, Any]) -> str:
     if error:
         return f"Error: {error.get('message') if isinstance(error, dict) else error}"
     if not isinstance(result, dict) or not ("data" in result or "content" in result):
-        return _text_of(result)
+        return _as_text(result)
     text = (
-        _text_of(result["data"])
+        _as_text(result["data"])
         if result.get("data") is not None
         else _content_text(result.get("content"))
     )
@@ -135,18 +135,18 @@ def _tool_text(observation: Mapping[str, Any]) -> str:
 
 def _content_text(content: Any) -> str:
     if not isinstance(content, list):
-        return _text_of(content)
+        return _as_text(content)
     return "\n".join(
         (
             item["text"]
             if isinstance(item, dict) and isinstance(item.get("text"), str)
-            else _text_of(item)
+            else _as_text(item)
         )
         for item in content
     )
 
 
-def _text_of(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -84,7 +84,7 @@ def read_task(folder: Path) -> HarborTask:
         instruction = (folder / "instruction.md").read_text()
     except (OSError, ValueError) as error:
         raise ConfigError(f"the task {folder.name!r} has no instruction.md: {error}") from error
-    task = HarborTask(folder, _without_canary(instruction), file)
+    task = HarborTask(folder, _remove_canary(instruction), file)
     if not (folder / "tests" / "test.sh").is_file() and not (
         file.verifier.is_separate and task.verifier.has_tests
     ):
@@ -189,7 +189,7 @@ def resolved(templates: Mapping[str, str], what: str) -> dict[str, str]:
     }
 
 
-def _without_canary(text: str) -> str:
+def _remove_canary(text: str) -> str:
     lines = text.split("\n")
     at = 0
     while at < len(lines) and _CANARY.match(lines[at].strip()):

@@ -74,12 +74,12 @@ class TaskMachine(Table):
 
     @field_validator("os", mode="before")
     @classmethod
-    def _lower(cls, name: Any) -> Any:
+    def _lower_case(cls, name: Any) -> Any:
         return name.lower() if isinstance(name, str) else name
 
     @field_validator("cpus")
     @classmethod
-    def _whole(cls, cpus: int | float | None) -> int | float | None:
+    def _whole_cpus(cls, cpus: int | float | None) -> int | float | None:
         if isinstance(cpus, float) and not math.isfinite(cpus):
             raise ValueError(f"cpus must be finite, and not {cpus}")
         return int(cpus) if isinstance(cpus, float) and cpus.is_integer() else cpus
@@ -116,7 +116,7 @@ class VerifierTable(Table):
     collect: list[Collect] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _agree(self) -> "VerifierTable":
+    def _check_environment_mode(self) -> "VerifierTable":
         if self.environment_mode == "shared" and self.environment is not None:
             raise ValueError("environment_mode = 'shared' contradicts [verifier.environment]")
         return self
@@ -137,7 +137,7 @@ class Artifact(Table):
 
     @field_validator("source")
     @classmethod
-    def _inside(cls, source: str) -> str:
+    def _check_source(cls, source: str) -> str:
         if ".." in source.split("/"):
             raise ValueError(f"the source of an artifact has '..': {source!r}")
         return source

@@ -146,7 +146,7 @@ class HarborTrial:
         Raises:
             ConfigError: it has none.
         """
-        task, place = self.task, self._live
+        task, place = self.task, self._current_place
         if not (task.folder / "solution" / "solve.sh").is_file():
             raise ConfigError(f"the task {task.name!r} has no solution/solve.sh")
         await self._upload(place, task.folder / "solution", "/solution")
@@ -161,7 +161,7 @@ class HarborTrial:
 
     async def judge(self) -> TrialVerdict:
         """Run the verifier. The agent's machine has ended then."""
-        agents = self._live
+        agents = self._current_place
         try:
             for hook in self.task.file.verifier.collect:
                 await agents.run(hook.command, hook.timeout_sec, hook.user)
@@ -252,9 +252,7 @@ class HarborTrial:
         try:
             if (await agents.run(f'[ -d "{at}" ]')).exit == 0:
                 archive = await agents.sandbox.download(at)
-                return _Collected(
-                    artifact.source, _without_entries(archive, artifact.exclude), None
-                )
+                return _Collected(artifact.source, _remove_entries(archive, artifact.exclude), None)
             return _Collected(artifact.source, None, await agents.sandbox.read(at, 32 << 20))
         except (OSError, ValueError, tarfile.TarError):
             return _Collected(artifact.source, None, None)
@@ -303,7 +301,7 @@ class HarborTrial:
         raise EnvError(f"the machine of {self.task.name!r} is not healthy: {check.command!r} fails")
 
     @property
-    def _live(self) -> _Place:
+    def _current_place(self) -> _Place:
         if self._place is None:
             raise EnvError("no trial is going on; call start first")
         return self._place
@@ -328,7 +326,7 @@ class _Collected:
             await place.sandbox.write(at, self.content)
 
 
-def _without_entries(archive: bytes, patterns: list[str]) -> bytes:
+def _remove_entries(archive: bytes, patterns: list[str]) -> bytes:
     """The archive without the entries whose names, or parts of them, fit a pattern."""
     if not patterns:
         return archive
