@@ -153,7 +153,7 @@ def test_an_export_that_fails_leaves_nothing(made, tmp_path, monkeypatch, suffix
     def fails(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(episode_export, "finite" if suffix == ".jsonl" else "_named", fails)
+    monkeypatch.setattr(episode_export, "finite" if suffix == ".jsonl" else "_name_images", fails)
     before = set(tmp_path.iterdir())
     with pytest.raises(OSError, match="No space left"):
         export_episodes(made.folder, tmp_path / f"all{suffix}", None)
