@@ -31,19 +31,21 @@ begins after the newest checkpoint.
 """
 
 import json
+import os
 import re
 import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, StorageError
 from agentrl.files.disk_errors import storage_problem
+from agentrl.files.durable import new_unfinished
 from agentrl.files.file_lock import has_record_locks
 from agentrl.ledger.write_behind import WriteBehind
 from agentrl.settings.base import check_plain
@@ -493,6 +495,8 @@ class Ledger(LedgerReader):
     def __init__(self, path: Path | str) -> None:
         in_memory = str(path) == ":memory:"
         db = _connect(path, "rwc")
+        self._path = Path(path)
+        self._file = None if in_memory else self._path.stat()
         self._writer = WriteBehind(db, threaded=not in_memory)
         # A second connection would not see what the first has written, in memory and on file
         # systems without locks.
@@ -530,8 +534,44 @@ class Ledger(LedgerReader):
 
         Raises:
             RuntimeError: an operation could not be applied.
+            StorageError: the file was deleted or replaced (`check_place`).
         """
         self._writer.sync()
+        self.check_place()
+
+    def check_place(self) -> None:
+        """Check that the file is still the one that was opened: what is written to a deleted one is
+        lost when it is closed. One that is gone is written anew, as it is at this moment.
+
+        Raises:
+            StorageError: the file was deleted, which is told once, or replaced.
+        """
+        if self._file is None:
+            return
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            self._write_anew()
+            raise StorageError(
+                f"{self._path} was deleted while its run went on, which ends with this. It has been"
+                " written anew: `agentrl train --resume` goes on"
+            ) from None
+        if not os.path.samestat(found, self._file):
+            raise StorageError(
+                f"{self._path} was replaced while its run went on, which ends with this. What the"
+                " run has recorded since is lost: start a new run with run_dir=ANOTHER"
+            )
+
+    def _write_anew(self) -> None:
+        copy = new_unfinished(self._path)
+        self._rows("VACUUM INTO ?", str(copy))
+        with closing(sqlite3.connect(copy)) as db:
+            db.execute("PRAGMA journal_mode=WAL")
+        # SQLite would take the log of the deleted file for a part of the new one.
+        for left in ("-wal", "-shm"):
+            Path(f"{self._path}{left}").unlink(missing_ok=True)
+        copy.rename(self._path)
+        self._file = self._path.stat()
 
     def admit(self, number: int, task: Task, version: int) -> None:
         """Record that a task's group is about to begin under `version`.

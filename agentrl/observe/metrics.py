@@ -1,6 +1,7 @@
 """The metrics of a step, and the file that they are written to."""
 
 import json
+import logging
 import math
 import os
 from collections import Counter
@@ -16,6 +17,8 @@ from agentrl.errors import StorageError
 from agentrl.files.durable import write_whole
 from agentrl.tokens.arrays import IntArray
 from agentrl.trajectory import Group, Score, Trajectory, Unscored, columns_of, succeeded
+
+logger = logging.getLogger(__name__)
 
 _TASKS = 4
 """Tasks without which equal answers say nothing."""
@@ -259,9 +262,13 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._is_begun = path.exists()
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row."""
+        if self._is_begun and not self._path.exists():
+            logger.warning("%s was deleted: the metrics of earlier steps are lost", self._path)
+        self._is_begun = True
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()

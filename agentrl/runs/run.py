@@ -156,7 +156,7 @@ class Run:
                 self.folder,
                 self.display,
                 profiled=self.config.observe.profile,
-                check_place=self._check_place,
+                check_place=self._check_files,
             )
             settings = {key: value for key, value, _ in loaded.rows()}
             self.recorder = Recorder(self.config, settings, self.ledger, self.status, self.display)
@@ -270,6 +270,15 @@ class Run:
                 f"the folder {self.folder} was moved or deleted while its run went on, which ends"
                 " with this. If it was moved, `agentrl train --resume` goes on where it is now"
             )
+
+    def _check_files(self) -> None:
+        """Check that the run and its ledger are in the folder.
+
+        Raises:
+            StorageError: they are not.
+        """
+        self._check_place()
+        self.ledger.check_place()
 
     def _end(self, error: BaseException | None) -> None:
         """Record why the run ends. Failing to record it must not hide the reason itself."""

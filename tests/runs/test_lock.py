@@ -192,6 +192,60 @@ def test_a_run_whose_folder_is_replaced_writes_no_ending_into_the_other_one(
     assert not {"status.json", "summary.json", "lock"} & {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.parametrize("also_the_log", [False, True])
+def test_a_ledger_that_is_deleted_while_its_run_goes_on_is_written_anew_and_the_run_ends(
+    tmp_path: Path, also_the_log: bool
+) -> None:
+    folder = tmp_path / "run"
+
+    def work(run: Run) -> None:
+        for number in (0, 1):
+            run.ledger.admit(number, Task("frozen_lake", number, {}, f"t/{number}"), 0)
+        run.ledger.sync()
+        (folder / "ledger.sqlite").unlink()
+        if also_the_log:
+            (folder / "ledger.sqlite-wal").unlink()
+        run.ledger.end_task(0, "cancelled", "a test")
+        run.status.begin_phase(1, "train")
+
+    message = r"ledger.sqlite was deleted while its run went on.*written anew: .*--resume` goes on"
+    with pytest.raises(StorageError, match=message), run_in(folder, resume=False) as run:
+        work(run)
+    assert "was deleted" in json.loads((folder / "status.json").read_text())["ended"]["why"]
+    with run_in(folder, resume=True) as run:
+        fates = run.ledger.task_fates()
+        assert (fates.cancelled, fates.open) == (1, 1)
+        run.ledger.end_task(1, "cancelled", "a test")
+        run.ledger.sync()
+        assert run.ledger.damage() is None
+
+
+def test_a_ledger_that_is_replaced_while_its_run_goes_on_is_left_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def work(run: Run) -> None:
+        (tmp_path / "other").write_bytes(b"another file")
+        (tmp_path / "other").replace(folder / "ledger.sqlite")
+        run.ledger.sync()
+
+    message = r"ledger.sqlite was replaced while its run went on.*run_dir=ANOTHER"
+    with pytest.raises(StorageError, match=message), run_in(folder, resume=False) as run:
+        work(run)
+    assert (folder / "ledger.sqlite").read_bytes() == b"another file"
+
+
+def test_metrics_that_are_deleted_while_their_run_goes_on_are_missed_aloud(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with run_in(tmp_path / "run", resume=False) as run:
+        run.metrics.append({"step": 0, "reward": 1.0})
+        (tmp_path / "run" / "metrics.jsonl").unlink()
+        run.metrics.append({"step": 1, "reward": 0.5})
+    assert "metrics.jsonl was deleted: the metrics of earlier steps are lost" in caplog.text
+    with run_in(tmp_path / "run", resume=True) as run:
+        assert run.metrics.values("reward") == {1: 0.5}
+
+
 def test_what_a_killed_process_has_left_is_mended_when_the_run_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with run_in(folder, resume=False):
