@@ -11,6 +11,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     ValidationInfo,
     field_validator,
@@ -175,7 +176,7 @@ def in_home(value: Any) -> Any:
     return value
 
 
-PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 """A path as text: where something else may be written too, such as the name of a model on the hub.
 """
 

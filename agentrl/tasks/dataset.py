@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
@@ -42,7 +42,7 @@ class DatasetSettings(RowSettings):
     dataset, data: ...}`.
     """
 
-    data: str
+    data: str = Field(min_length=1)
     """A file (`.jsonl`, `.json`, `.parquet`, `.csv`), a folder of such files or of
     `Dataset.save_to_disk`, or a dataset of the Hugging Face hub (`owner/name`, with the extra
     `data`; once read, it is remembered and needs no network)."""

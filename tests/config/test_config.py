@@ -169,6 +169,11 @@ def test_a_value_of_a_wrong_type_says_what_was_given(path):
     assert "write key=value" in problem(path, "steps")
 
 
+@pytest.mark.parametrize("override", ['model.name=""', 'tasks={name: dataset, data: ""}'])
+def test_an_empty_text_does_not_name_the_current_folder(path: Path, override: str) -> None:
+    assert "at least 1 character, got '' (command line)" in problem(path, override)
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
