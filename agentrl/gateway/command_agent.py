@@ -100,9 +100,12 @@ class CommandAgent:
             EnvError: there is none, and the command does not run.
         """
         channel.settimeout(_START_SECONDS)
-        said, sockets, *_ = await made_in_thread(
-            partial(socket.recv_fds, channel, 4096, 1), undo=_close_received
-        )
+        receive = partial(socket.recv_fds, channel, 4096, 1)
+        try:
+            said, sockets, *_ = await made_in_thread(receive, undo=_close_received)
+        except asyncio.CancelledError:
+            channel.shutdown(socket.SHUT_RDWR)  # which ends the thread; closing it would not
+            raise
         if said != network.READY:
             raise EnvError(
                 f"the command {self.command!r:.200} was not started:"
