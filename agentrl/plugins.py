@@ -18,6 +18,7 @@ import asyncio
 import difflib
 import importlib
 import logging
+import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -407,12 +408,13 @@ def _module(name: str) -> ModuleType:
 
 def _registered(kind: str) -> Mapping[str, Sequence[EntryPoint]]:
     """The entry points of a kind by name: one each, or those of several packages that differ."""
-    return _entry_points(Path.cwd(), *sys.path).get(f"agentrl.{kind}", {})
+    here = None if all(map(os.path.isabs, sys.path)) else Path.cwd()
+    return _entry_points(here, *sys.path).get(f"agentrl.{kind}", {})
 
 
 @lru_cache(maxsize=64)
 def _entry_points(
-    *_where: str | Path,
+    *_where: str | Path | None,
 ) -> Mapping[str, Mapping[str, Sequence[EntryPoint]]]:
     """The entry points of agentrl's groups in all installed packages; cached, as reading takes tens
     of milliseconds.

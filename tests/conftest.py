@@ -40,9 +40,10 @@ settings.load_profile("fast")
 
 def pytest_collection_finish() -> None:
     """What is there now stays: a collection in the tests does not look through the million objects
-    of torch.
+    of torch. What they import themselves is looked through less often.
     """
     gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
     gc.enable()
 
 

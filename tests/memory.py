@@ -23,6 +23,7 @@ def kept_bytes(step: Callable[[], object]) -> int:
 def _changes(step: Callable[[], object]) -> list[int]:
     """Bytes of each allocation; negative where memory is freed."""
     gc.collect()  # what other tests have left would be freed in between
+    gc.freeze()  # and the next collection need not look through what lives now
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         returned = step()
     events = watched.profiler.kineto_results.events()

@@ -11,9 +11,9 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.simulate.config import SimulatedEnvsConfig, SimulationConfig
 from agentrl.simulate.latency import Constant, Uniform
 from agentrl.simulate.world import Report, World
+from tests.tiers import evenly_crossed
 
 STEPS, GROUPS = 8, 8
-LONG = pytest.mark.long
 
 
 def run(bound: int, outages: list[tuple[float, float]], **deadlines: float) -> Report:
@@ -38,11 +38,7 @@ def run(bound: int, outages: list[tuple[float, float]], **deadlines: float) -> R
     return World(rollout, simulation, STEPS).run()
 
 
-@pytest.mark.parametrize("bound", [0, pytest.param(1, marks=LONG), 4])
-@pytest.mark.parametrize(
-    "seconds",
-    [0, pytest.param(1, marks=LONG), 5, pytest.param(20, marks=LONG), 120],
-)
+@pytest.mark.parametrize(("seconds", "bound"), evenly_crossed(4, [0, 1, 5, 20, 120], [0, 1, 4]))
 def test_a_run_outlives_its_server_s_restarts_and_drops_nothing(seconds: float, bound: int) -> None:
     report = run(bound, [(30.0 + (150 + seconds) * n, seconds) for n in range(4)])
     assert report.task_fates.trained >= STEPS * GROUPS
