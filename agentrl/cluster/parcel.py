@@ -8,6 +8,7 @@ which cannot be written to.
 import mmap
 import os
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -45,19 +46,12 @@ class Parcel:
         if not pickled.buffers:
             return cls(rest)
         memory = os.memfd_create("agentrl-parcel")
-        places = []
-        with open(memory, "wb", buffering=0, closefd=False) as file:
-            end = 0
-            for raw in pickled.buffers:
-                place = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-                end = place + raw.nbytes
-                os.ftruncate(memory, end)
-                file.seek(place)
-                unwritten = raw
-                while unwritten.nbytes:  # the kernel takes at most 2 GiB at a time
-                    unwritten = unwritten[file.write(unwritten) :]
-                places.append((place, raw.nbytes))
-        return cls(rest, tuple(places), os.getpid(), memory)
+        try:
+            places = _copy_into(memory, pickled.buffers)
+        except BaseException:  # such as a machine without memory
+            os.close(memory)
+            raise
+        return cls(rest, places, os.getpid(), memory)
 
     def mapped(self) -> Pickled:
         """The pickled value in another process of this machine, with its buffers where they are.
@@ -99,6 +93,23 @@ class Parcel:
         """
         if self.buffers:
             os.close(self.memory)
+
+
+def _copy_into(memory: int, buffers: Iterable[memoryview]) -> tuple[tuple[int, int], ...]:
+    """Write buffers into a file of memory. Returns where each begins, and its bytes."""
+    places = []
+    with open(memory, "wb", buffering=0, closefd=False) as file:
+        end = 0
+        for raw in buffers:
+            place = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            end = place + raw.nbytes
+            os.ftruncate(memory, end)
+            file.seek(place)
+            unwritten = raw
+            while unwritten.nbytes:  # the kernel takes at most 2 GiB at a time
+                unwritten = unwritten[file.write(unwritten) :]
+            places.append((place, raw.nbytes))
+    return tuple(places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,21 @@ class ForkServer:
     """
 
     def __init__(self, python: str | None, preload: tuple[str, ...]) -> None:
-        mine, theirs = socket.socketpair()
-        lifeline, self._lifeline = os.pipe()
-        arguments = (theirs.fileno(), lifeline)
         self._python = python
-        code = _START.format(
-            path=_path(python), foreign=python is not None, preload=preload, arguments=arguments
-        )
-        with theirs:
+        self._lock = threading.Lock()
+        with ExitStack() as unless_started, ExitStack() as theirs:
+            self._socket, their_socket = socket.socketpair()
+            unless_started.enter_context(self._socket)
+            theirs.enter_context(their_socket)
+            lifeline, self._lifeline = os.pipe()
+            unless_started.callback(os.close, self._lifeline)
+            theirs.callback(os.close, lifeline)
+            self._calls = Connection(os.dup(self._socket.fileno()))
+            unless_started.enter_context(self._calls)
+            arguments = (their_socket.fileno(), lifeline)
+            code = _START.format(
+                path=_path(python), foreign=python is not None, preload=preload, arguments=arguments
+            )
             self._process = subprocess.Popen(
                 [python or sys.executable, "-u", "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
@@ -52,10 +60,7 @@ class ForkServer:
                 start_new_session=True,
                 env=environment(python) if python else None,
             )
-        os.close(lifeline)
-        self._socket = mine
-        self._calls = Connection(os.dup(mine.fileno()))
-        self._lock = threading.Lock()
+            unless_started.pop_all()
         weakref.finalize(
             self, _end_fork_server, self._process, self._calls, self._socket, self._lifeline
         )

@@ -11,7 +11,7 @@ import signal
 import socket
 import tempfile
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,23 +25,25 @@ class WorkerHandle:
     """A running process, the driver's end of its socket, its scratch folder and its output."""
 
     def __init__(self, address: str, python: str | None, preload: tuple[str, ...]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="agentrl-env-")).resolve()
-        scratch = self._folder / "scratch"
-        scratch.mkdir()
-        mine, theirs = socket.socketpair()
-        reads, lifeline = os.pipe()
-        self.connection = Connection(mine.detach())
         fork_server = fork_server_for(python, preload)
-        try:
-            with theirs, (self._folder / "output").open("ab") as output:
-                self.pid = fork_server.start(
-                    address, scratch, theirs.fileno(), reads, output.fileno()
-                )
-        except BaseException:
-            _clean_up(self.connection, lifeline, self._folder)
-            raise
-        finally:
-            os.close(reads)
+        with ExitStack() as unless_started, ExitStack() as theirs:
+            mine, their_socket = socket.socketpair()
+            theirs.enter_context(their_socket)
+            self.connection = Connection(mine.detach())
+            unless_started.enter_context(self.connection)
+            reads, lifeline = os.pipe()
+            theirs.callback(os.close, reads)
+            unless_started.callback(os.close, lifeline)
+            # After these: where files run out, no folder can be removed.
+            self._folder = Path(tempfile.mkdtemp(prefix="agentrl-env-")).resolve()
+            unless_started.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            scratch = self._folder / "scratch"
+            scratch.mkdir()
+            output = theirs.enter_context((self._folder / "output").open("ab"))
+            self.pid = fork_server.start(
+                address, scratch, their_socket.fileno(), reads, output.fileno()
+            )
+            unless_started.pop_all()
         # Also runs at the driver's exit, and when a broken environment is garbage-collected.
         self._end = weakref.finalize(
             self, _end, fork_server, self.pid, self.connection, lifeline, self._folder
@@ -87,13 +89,9 @@ def _end(
     except (OSError, EOFError):  # the fork server has died, and the system reaps the worker
         return None
     finally:
-        _clean_up(connection, lifeline, folder)
-
-
-def _clean_up(connection: Connection, lifeline: int, folder: Path) -> None:
-    connection.close()
-    os.close(lifeline)
-    shutil.rmtree(folder, ignore_errors=True)
+        connection.close()
+        os.close(lifeline)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kill_group(pid: int) -> None:

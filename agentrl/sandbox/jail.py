@@ -9,10 +9,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import agentrl
 from agentrl.flow import made_in_thread
@@ -50,6 +50,22 @@ class JailError(Exception):
     """A jail did not start, or was lost."""
 
 
+def _start_server(
+    arguments: Mapping[str, Any], channel: socket.socket, errors: IO[bytes]
+) -> "subprocess.Popen[bytes]":
+    """Start `agentrl.sandbox.server`, with its end of the channel as its input."""
+    code = _START.format(source=str(Path(agentrl.__file__).parent.parent), arguments=arguments)
+    return subprocess.Popen(
+        [os.path.realpath(sys.executable), "-s", "-S", "-P", "-c", code],
+        stdin=channel.fileno(),
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        env=_ENVIRONMENT,
+        cwd="/",
+        start_new_session=True,
+    )
+
+
 class Jail:
     """A process that forks another for every program. Made by `start`; after a `SandboxLost` it is
     `dead`. Whatever it sends, no more of it is kept than an order asks for.
@@ -61,34 +77,32 @@ class Jail:
         """What listens at `port` of the jail's loopback, for a server of this process."""
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
-        ours, theirs = socket.socketpair()
-        self._socket = ours
-        self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="agentrl-jail-"))
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
-        python = os.path.realpath(sys.executable)
-        readable = (*_SYSTEM_PATHS, sys.base_prefix, sys.base_exec_prefix, *config.paths)
-        self._group = cgroup.make(os.path.basename(self._scratch))
-        arguments = {
-            "backend": backend,
-            "readable": readable,
-            "scratch": self._scratch,
-            "preload": config.preload,
-            "paths": config.paths,
-            "group": self._group,
-            "disk": disk,
-            "port": port,
-        }
-        code = _START.format(source=str(Path(agentrl.__file__).parent.parent), arguments=arguments)
-        self._process = subprocess.Popen(
-            [python, "-s", "-S", "-P", "-c", code],
-            stdin=theirs.fileno(),
-            stdout=subprocess.DEVNULL,
-            stderr=self._errors,
-            env=_ENVIRONMENT,
-            cwd="/",
-            start_new_session=True,
-        )
-        theirs.close()
+        with ExitStack() as unless_started:
+            self._socket, theirs = socket.socketpair()
+            unless_started.enter_context(self._socket)
+            with theirs:
+                self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="agentrl-jail-"))
+                unless_started.callback(os.rmdir, self._scratch)
+                self._errors = unless_started.enter_context(tempfile.TemporaryFile())
+                self._group = cgroup.make(os.path.basename(self._scratch))
+                unless_started.callback(cgroup.remove, self._group)
+                arguments = {
+                    "backend": backend,
+                    "readable": (
+                        *_SYSTEM_PATHS,
+                        sys.base_prefix,
+                        sys.base_exec_prefix,
+                        *config.paths,
+                    ),
+                    "scratch": self._scratch,
+                    "preload": config.preload,
+                    "paths": config.paths,
+                    "group": self._group,
+                    "disk": disk,
+                    "port": port,
+                }
+                self._process = _start_server(arguments, theirs, self._errors)
+            unless_started.pop_all()  # `kill` does all this now
 
     @classmethod
     async def start(cls, backend: str, config: SandboxConfig, disk: int = 0, port: int = 0) -> Self:

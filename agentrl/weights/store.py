@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -49,19 +49,23 @@ class _Reaper:
     def of(cls, folder: Path) -> "_Reaper":
         """Start one."""
         reading, pipe = os.pipe()
-        try:
-            started = subprocess.run(
-                ["/bin/sh", "-c", _REAPER, str(folder)],
-                cwd="/",
-                stdin=reading,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                check=True,
-            )
-        finally:
-            os.close(reading)
-        return cls(int(started.stdout), pipe)
+        with ExitStack() as unless_started:
+            unless_started.callback(os.close, pipe)
+            try:
+                started = subprocess.run(
+                    ["/bin/sh", "-c", _REAPER, str(folder)],
+                    cwd="/",
+                    stdin=reading,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                    check=True,
+                )
+            finally:
+                os.close(reading)
+            pid = int(started.stdout)
+            unless_started.pop_all()
+        return cls(pid, pipe)
 
     def __del__(self) -> None:
         self.end()
@@ -98,12 +102,19 @@ class WeightStore:
         """
         parent.mkdir(parents=True, exist_ok=True)
         sweep(parent)
-        hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
-        lock = _lock_of(hidden)
-        lock.acquire()
-        # The folder gets the name that `sweep` looks for only after it is locked.
-        folder = hidden.rename(parent / hidden.name.removeprefix("."))
-        return cls(folder, lock, _Reaper.of(folder), bucket_bytes)
+        with ExitStack() as unless_opened:
+            hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
+            folder = parent / hidden.name.removeprefix(".")
+            for place in (hidden, folder):
+                unless_opened.callback(shutil.rmtree, place, ignore_errors=True)
+            lock = _lock_of(hidden)
+            lock.acquire()
+            unless_opened.callback(lock.release)
+            # The folder gets the name that `sweep` looks for only after it is locked.
+            hidden.rename(folder)
+            reaper = _Reaper.of(folder)
+            unless_opened.pop_all()
+        return cls(folder, lock, reaper, bucket_bytes)
 
     def close(self) -> None:
         """Remove the folder. May be called more than once."""
