@@ -36,6 +36,7 @@ import re
 import shutil
 import sqlite3
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -498,6 +499,8 @@ class Ledger(LedgerReader):
         self._path = Path(path)
         self._file = None if in_memory else self._path.stat()
         self._writer = WriteBehind(db, threaded=not in_memory)
+        if in_memory:  # nothing is lost if nobody closes it
+            weakref.finalize(self, db.close)
         # A second connection would not see what the first has written, in memory and on file
         # systems without locks.
         locking_mode = db.execute("PRAGMA locking_mode").fetchone()[0]
