@@ -8,7 +8,6 @@ with files in shared memory, no copy is made between the writer and the model th
 
 import errno
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,24 +24,12 @@ from agentrl.settings.base import Settings
 from agentrl.weights.check_record import was_checked
 from agentrl.weights.low_rank import Factors, LowRank, weight_files
 from agentrl.weights.shipment import Shipment
+from agentrl.weights.tensor_header import tensor_header
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _MANIFEST = "manifest.json"
-_FORMATS = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-"""What safetensors calls torch's number formats."""
 
 
 class Bucket(Settings):
@@ -401,20 +388,10 @@ def _write_bucket(path: Path, batch: Mapping[str, "Tensor"]) -> Bucket:
 
 
 def _header(batch: Mapping[str, "Tensor"]) -> bytes:
-    """The header of a safetensors file of these tensors, in this order: the length of the rest, in
-    8 bytes, and what each is, filled up to a multiple of 8 bytes.
-    """
-    entries, end = {}, 0
-    for name, tensor in batch.items():
-        begin, end = end, end + tensor.nbytes
-        entries[name] = {
-            "dtype": _FORMATS[str(tensor.dtype).removeprefix("torch.")],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return tensor_header(
+        (name, str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.nbytes)
+        for name, tensor in batch.items()
+    )
 
 
 def _file_checksum(path: Path) -> str:

@@ -14,27 +14,15 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from agentrl.models.source import weight_files
+from agentrl.weights.tensor_header import FORMATS, tensor_header
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPES = {name: getattr(torch, ours) for ours, name in FORMATS.items()}
 _LARGEST_FILE = 4 << 30
 """Bytes of tensors in one of several files, unless a single tensor has more."""
 _CHUNK = 16 << 20
@@ -250,22 +238,11 @@ class TensorFiles:
 
 
 def _header(shapes: Mapping[str, torch.Size]) -> bytes:
-    """The length of the JSON in 8 bytes, and the JSON: of each tensor its type, its shape and where
-    its bytes begin and end. Padding aligns what follows to 8 bytes.
-    """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, shape in shapes.items():
-        stop = start + 4 * shape.numel()
-        entries[name] = {
-            "dtype": _NAMES[torch.float32],
-            "shape": list(shape),
-            "data_offsets": [start, stop],
-        }
-        start = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    """The header of a file of these tensors in float32."""
+    return tensor_header(
+        ((name, "float32", shape, 4 * shape.numel()) for name, shape in shapes.items()),
+        {"format": "pt"},
+    )
 
 
 def _read_header(path: Path) -> dict[str, _Place]:
