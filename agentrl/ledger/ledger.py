@@ -38,7 +38,7 @@ import sqlite3
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -495,21 +495,25 @@ class Ledger(LedgerReader):
 
     def __init__(self, path: Path | str) -> None:
         in_memory = str(path) == ":memory:"
-        db = _connect(path, "rwc")
-        self._path = Path(path)
-        self._file = None if in_memory else self._path.stat()
-        self._writer = WriteBehind(db, threaded=not in_memory)
-        if in_memory:  # nothing is lost if nobody closes it
-            weakref.finalize(self, db.close)
-        # A second connection would not see what the first has written, in memory and on file
-        # systems without locks.
-        locking_mode = db.execute("PRAGMA locking_mode").fetchone()[0]
-        self._one_connection = in_memory or locking_mode == "exclusive"
-        super().__init__(db if self._one_connection else _connect(path, "ro"))
-        self._append = self._writer.append
-        self._launch: int = self._db.execute(
-            "SELECT COALESCE(MAX(launch), -1) + 1 FROM episodes"
-        ).fetchone()[0]
+        with ExitStack() as unless_opened:
+            db = _connect(path, "rwc")
+            self._writer = WriteBehind(db, threaded=not in_memory)
+            unless_opened.callback(self._writer.close)
+            self._path = Path(path)
+            self._file = None if in_memory else self._path.stat()
+            if in_memory:  # nothing is lost if nobody closes it
+                weakref.finalize(self, db.close)
+            # A second connection would not see what the first has written, in memory and on file
+            # systems without locks.
+            locking_mode = db.execute("PRAGMA locking_mode").fetchone()[0]
+            self._one_connection = in_memory or locking_mode == "exclusive"
+            super().__init__(db if self._one_connection else _connect(path, "ro"))
+            unless_opened.callback(super().close)
+            self._append = self._writer.append
+            self._launch: int = self._db.execute(
+                "SELECT COALESCE(MAX(launch), -1) + 1 FROM episodes"
+            ).fetchone()[0]
+            unless_opened.pop_all()
 
     def close(self) -> None:
         """Write what is queued and close the file.

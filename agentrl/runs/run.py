@@ -150,7 +150,7 @@ class Run:
                     new_model=self._new_model,
                 )
             check_data(self.folder, data, resumed=resume, change=change)
-            self.ledger = Ledger(self.folder / "ledger.sqlite")
+            self.ledger = opened.enter_context(Ledger(self.folder / "ledger.sqlite"))
             self.display = ProgressDisplay(console, self.config.steps, str(self.folder))
             self.status = RunStatus(
                 self.folder,
@@ -171,7 +171,6 @@ class Run:
 
     def __enter__(self) -> Self:
         with self._open as opened:
-            opened.enter_context(self.ledger)
             opened.enter_context(self.recorder)
             opened.enter_context(self.display)
             opened.enter_context(self.status)

@@ -106,7 +106,7 @@ class WeightStore:
             hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
             folder = parent / hidden.name.removeprefix(".")
             for place in (hidden, folder):
-                unless_opened.callback(shutil.rmtree, place, ignore_errors=True)
+                unless_opened.callback(_remove, place)
             lock = _lock_of(hidden)
             lock.acquire()
             unless_opened.callback(lock.release)
@@ -138,6 +138,12 @@ class WeightStore:
             folders |= {folder, unfinished(folder)}
         for folder in set(self.folder.iterdir()) - folders:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # where no more files may be opened, an empty one can be removed still
+        folder.rmdir()
 
 
 def default_parent() -> Path:

@@ -364,7 +364,9 @@ def test_json_that_is_no_call_is_text() -> None:
             '<tool_call>{"name": "a", "arguments": {"x": ' + "9" * 5000 + "}}</tool_call>",
             "not valid JSON",
         ),
-        ("<tool_call>" + "[" * 5000 + "</tool_call>", "nested too deeply"),
+        pytest.param(  # some Pythons read 10,000 of them
+            "<tool_call>" + "[" * 1_000_000 + "</tool_call>", "nested too deeply", id="nested"
+        ),
         (
             '<tool_call>{"name": "a", "arguments": {"x": '
             + "[" * 300

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -87,10 +88,11 @@ def test_a_program_reads_stdin_writes_stdout_and_has_an_exit_status(backend: str
             assert outcome.exit == status
         outcome = await sandbox.run("def f(x):\n    return 1 / x\n\nf(0)")
         assert isinstance(outcome, Ran)
+        marks = re.compile(r"^[ ~^]+\n", re.MULTILINE)  # which Pythons set differently
         assert (
-            outcome.stderr == "Traceback (most recent call last):\n"
+            marks.sub("", outcome.stderr) == "Traceback (most recent call last):\n"
             '  File "main.py", line 4, in <module>\n    f(0)\n'
-            '  File "main.py", line 2, in f\n    return 1 / x\n           ~~^~~\n'
+            '  File "main.py", line 2, in f\n    return 1 / x\n'
             "ZeroDivisionError: division by zero\n"
         )
 
