@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def limited(write: Callable[[Path], object], folder: Path) -> BaseException:
 
 
 def write_database(path: Path) -> None:
-    with sqlite3.connect(path) as db:
+    with closing(sqlite3.connect(path)) as db, db:
         db.execute("CREATE TABLE t (x)")
         db.executemany(
             "INSERT INTO t VALUES (?)", [(os.urandom(1000),) for _ in range(4 * LIMIT // 1000)]
