@@ -501,7 +501,7 @@ class Ledger(LedgerReader):
             unless_opened.callback(self._writer.close)
             self._path = Path(path)
             self._file = None if in_memory else self._path.stat()
-            if in_memory:  # nothing is lost if nobody closes it
+            if in_memory:  # there is no file to finish, so callers need not close it
                 weakref.finalize(self, db.close)
             # A second connection would not see what the first has written, in memory and on file
             # systems without locks.
@@ -547,21 +547,23 @@ class Ledger(LedgerReader):
         self.check_place()
 
     def check_place(self) -> None:
-        """Check that the file is still the one that was opened: what is written to a deleted one is
-        lost when it is closed. One that is gone is written anew, as it is at this moment.
+        """Check that the file is still the one that was opened.
+
+        SQLite goes on writing to a deleted file, and all of it is lost when the file is closed. So
+        this writes a missing file again, with all operations so far.
 
         Raises:
-            StorageError: the file was deleted, which is told once, or replaced.
+            StorageError: the file was deleted (raised once) or replaced.
         """
         if self._file is None:
             return
         try:
             found = self._path.stat()
         except FileNotFoundError:
-            self._write_anew()
+            self._write_again()
             raise StorageError(
-                f"{self._path} was deleted while its run went on, which ends with this. It has been"
-                " written anew: `agentrl train --resume` goes on"
+                f"{self._path} was deleted while its run went on, which ends with this. The run has"
+                " written it again: continue with `agentrl train --resume`"
             ) from None
         if not os.path.samestat(found, self._file):
             raise StorageError(
@@ -569,7 +571,7 @@ class Ledger(LedgerReader):
                 " run has recorded since is lost: start a new run with run_dir=ANOTHER"
             )
 
-    def _write_anew(self) -> None:
+    def _write_again(self) -> None:
         copy = new_unfinished(self._path)
         self._rows("VACUUM INTO ?", str(copy))
         with closing(sqlite3.connect(copy)) as db:

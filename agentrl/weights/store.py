@@ -49,23 +49,22 @@ class _Reaper:
     def of(cls, folder: Path) -> "_Reaper":
         """Start one."""
         reading, pipe = os.pipe()
-        with ExitStack() as unless_started:
-            unless_started.callback(os.close, pipe)
-            try:
-                started = subprocess.run(
-                    ["/bin/sh", "-c", _REAPER, str(folder)],
-                    cwd="/",
-                    stdin=reading,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                    check=True,
-                )
-            finally:
-                os.close(reading)
-            pid = int(started.stdout)
-            unless_started.pop_all()
-        return cls(pid, pipe)
+        try:
+            started = subprocess.run(
+                ["/bin/sh", "-c", _REAPER, str(folder)],
+                cwd="/",
+                stdin=reading,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                check=True,
+            )
+            return cls(int(started.stdout), pipe)
+        except BaseException:
+            os.close(pipe)
+            raise
+        finally:
+            os.close(reading)
 
     def __del__(self) -> None:
         self.end()

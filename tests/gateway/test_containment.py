@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
+from agentrl.gateway import command_agent
 from agentrl.gateway.address import scheme
 from agentrl.gateway.command_agent import CommandAgent
 from agentrl.gateway.config import GatewayConfig
@@ -27,6 +29,8 @@ from tests.gateway.served import runner_on, saying, until
 from tests.processes import PATIENCE_SECONDS, processes_with
 
 ROOT = Path(__file__).parents[2]
+THREAD_SECONDS = 60.0
+"""How long a thread that has nothing to wait for may take to end."""
 ALL_BUT_THE_GATEWAY = """
 import json, os, socket, sys, urllib.request
 
@@ -234,3 +238,25 @@ def test_programs_that_cannot_be_contained_are_refused(overrides, error):
         load_config(
             ROOT / "examples" / "agent" / "agent.yaml", ["gateway.network=gateway", *overrides]
         )
+
+
+def test_a_command_that_is_cancelled_as_it_starts_leaves_no_thread_that_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_agent, "_START_SECONDS", 2 * THREAD_SECONDS)
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            with ours:
+                receiving = CommandAgent("true")._receive_listener(ours, tmp_path)
+                waiting = asyncio.create_task(receiving)
+                await asyncio.sleep(0.1)
+                waiting.cancel()
+                await asyncio.wait({waiting})
+            # The only thread is free again, though the other end is still open.
+            await asyncio.wait_for(asyncio.to_thread(lambda: None), THREAD_SECONDS)
+        assert waiting.cancelled()
+
+    asyncio.run(main())

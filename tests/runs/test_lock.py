@@ -193,7 +193,7 @@ def test_a_run_whose_folder_is_replaced_writes_no_ending_into_the_other_one(
 
 
 @pytest.mark.parametrize("also_the_log", [False, True])
-def test_a_ledger_that_is_deleted_while_its_run_goes_on_is_written_anew_and_the_run_ends(
+def test_a_ledger_that_is_deleted_while_its_run_goes_on_is_written_again_and_the_run_ends(
     tmp_path: Path, also_the_log: bool
 ) -> None:
     folder = tmp_path / "run"
@@ -208,7 +208,7 @@ def test_a_ledger_that_is_deleted_while_its_run_goes_on_is_written_anew_and_the_
         run.ledger.end_task(0, "cancelled", "a test")
         run.status.begin_phase(1, "train")
 
-    message = r"ledger.sqlite was deleted while its run went on.*written anew: .*--resume` goes on"
+    message = r"ledger.sqlite was deleted while its run went on.* written it again: continue"
     with pytest.raises(StorageError, match=message), run_in(folder, resume=False) as run:
         work(run)
     assert "was deleted" in json.loads((folder / "status.json").read_text())["ended"]["why"]
