@@ -72,8 +72,8 @@ class Archer(CriticBased):
         weights_N[turns.ends_N] = 1.0
         if self.bootstraps:
             # Nothing tells what would have come after these truncated trajectories, so the answer
-            # before the end has no target.
-            unknown_M = batch.truncated_M & (batch.tails_M.lengths == 0)
+            # before the end has no target. A sample without an answer has none to leave out.
+            unknown_M = batch.truncated_M & (batch.tails_M.lengths == 0) & (batch.loss_tokens_M > 0)
             weights_N[np.cumsum(batch.loss_tokens_M)[unknown_M] - 1] = 0.0
         # The critic's loss is divided by all loss tokens; its weights make up for those that it
         # does not learn from.

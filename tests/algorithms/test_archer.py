@@ -72,6 +72,16 @@ def test_after_a_truncation_the_critic_is_asked_or_nothing_is_expected_or_nothin
         assert estimate.advantages_N[asked.own_N].tolist() == [2.0, 2.0]
 
 
+def test_a_turn_without_tokens_takes_no_lesson_from_other_episodes() -> None:
+    nothing = Turn((1, 2), Completion((), (), (), "length"), 0.0, {})
+    cut = Trajectory("cut", Task("env", 0), (nothing,), Truncated("turns"))
+    batch = TrainBatch.joined([collate(to_samples(cut, 0.0)), episode(1.0), episode(2.0)])
+    asked = questions(batch, answers=True, ends=True)
+    values_N = np.zeros(asked.asked.num_loss_tokens, np.float32)
+    estimate = Archer().estimate(*asked.answered(values_N))
+    assert (estimate.weights_N > 0).tolist() == [True, False, True] * 2
+
+
 def test_of_an_earlier_policys_answers_only_their_own_value_is_learned() -> None:
     new, earlier = episode(1.0), episode(2.0)
     both = TrainBatch.joined([new, replace(earlier, weights_N=0 * earlier.weights_N)])
