@@ -20,7 +20,7 @@ from typing import Any
 
 from agentrl.conversation.declared import Tools
 from agentrl.conversation.reading import Reading, Unread, Write, are_calls, call_of
-from agentrl.conversation.tool_calls import is_quoted
+from agentrl.conversation.tool_calls import QUOTED, is_quoted
 from agentrl.trajectory import ToolCall
 
 _ONE, _TWO, _KEY = "xq_tool_one", "xq_tool_two", "xq_key"
@@ -105,24 +105,26 @@ class JsonSyntax:
     def read(self, text: str, tools: Tools) -> Reading:
         """The calls in an answer's text, and what cannot be read of it."""
         calls, unread, content = list[ToolCall](), list[Unread](), list[str]()
-        at = 0
+        at, before = 0, ""
         while (mark := self._marks.search(text, at)) is not None:
             content.append(text[at : mark.start()].rstrip().removesuffix(self.header))
+            before += text[at : mark.start()]
             at = mark.end()
             if mark[0] != self.mark:
                 unread.append(Unread(mark[0], f"{mark[0]!r} stands where no call has it"))
-            elif is_quoted(text, mark.start()):
-                at = self._next(text, at)
-                why = "it is quoted, in backticks, and quoted calls are not run"
-                unread.append(Unread(text[mark.start() : at], why))
-            else:
-                try:
-                    found, stop = self.form.calls(text, at, len(calls))
-                    at = self._position_after_end(text, stop)
+                continue
+            quotes = is_quoted(before)
+            try:
+                found, stop = self.form.calls(text, at, len(calls))
+                at = self._position_after_end(text, stop)
+                if quotes:
+                    unread.append(Unread(text[mark.start() : at], QUOTED))
+                else:
                     calls += found
-                except _UnreadableError as error:
-                    at = self._next(text, at)
-                    unread.append(Unread(text[mark.start() : at], str(error)))
+            except _UnreadableError as error:
+                at = self._next(text, at)
+                unread.append(Unread(text[mark.start() : at], QUOTED if quotes else str(error)))
+                before += text[mark.start() : at]
         content.append(text[at:])
         said = "\n".join(filter(None, (part.strip() for part in content))) if calls else text
         return Reading(

@@ -17,7 +17,7 @@ from typing import Any
 
 from agentrl.conversation.declared import Declared, Tools, declared, value_of
 from agentrl.conversation.reading import Reading, Unread, Write
-from agentrl.conversation.tool_calls import is_quoted
+from agentrl.conversation.tool_calls import QUOTED, is_quoted
 from agentrl.trajectory import ToolCall
 
 _MARK = re.compile(r"(\S+)<tool_call>")
@@ -62,25 +62,26 @@ class NestedSyntax:
         """The calls in an answer's text, and what cannot be read of it."""
         calls, unread, content = list[ToolCall](), list[Unread](), list[str]()
         begin, end = f"{self.mark}<tool_call>", f"{self.mark}</tool_call>"
-        at = 0
+        at, before = 0, ""
         while (start := text.find(self.mark, at)) >= 0:
             content.append(text[at:start])
+            before += text[at:start]
             stop = text.find(end, start)
             whole = text.startswith(begin, start) and stop >= 0
             at = stop + len(end) if whole else len(text)
             if not whole:
                 unread.append(Unread(text[start:], f"{begin} and {end} must stand around calls"))
-            elif is_quoted(text, start):
-                unread.append(
-                    Unread(
-                        text[start:at], "it is quoted, in backticks, and quoted calls are not run"
-                    )
-                )
-            else:
-                try:
-                    calls += self._calls(text[start + len(begin) : stop], len(calls), tools)
-                except _UnreadableError as error:
-                    unread.append(Unread(text[start:at], str(error)))
+                continue
+            quotes = is_quoted(before)
+            try:
+                found = self._calls(text[start + len(begin) : stop], len(calls), tools)
+                if quotes:
+                    unread.append(Unread(text[start:at], QUOTED))
+                else:
+                    calls += found
+            except _UnreadableError as error:
+                unread.append(Unread(text[start:at], QUOTED if quotes else str(error)))
+                before += text[start:at]
         content.append(text[at:])
         said = "\n".join(filter(None, (part.strip() for part in content))) if calls else text
         return Reading(

@@ -84,7 +84,7 @@ class Reading:
             return "\n".join(filter(None, (self.content, *written))) if written else self.content
         # All calls have been taken out, so what looks like one in the rest must not be run.
         content = quoted(self.content)
-        if is_quoted(self.content, len(self.content)) if written else holds_calls(self.content):
+        if is_quoted(self.content) if written else holds_calls(self.content):
             written = [NO_CALLS, *written]
         return "\n".join(filter(None, (content, *written))) if written else content
 

@@ -27,7 +27,7 @@ from functools import cached_property
 
 from agentrl.conversation.declared import Tools, declared, value_of
 from agentrl.conversation.reading import Reading, Unread, Write, are_calls, call_of
-from agentrl.conversation.tool_calls import is_quoted
+from agentrl.conversation.tool_calls import QUOTED, is_quoted
 from agentrl.trajectory import ToolCall
 
 Pieces = tuple[str, ...]
@@ -90,11 +90,12 @@ class TaggedSyntax:
     def read(self, text: str, tools: Tools) -> Reading:
         """The calls in an answer's text, and what cannot be read of it."""
         calls, unread, content = list[ToolCall](), list[Unread](), list[str]()
-        at = 0
+        at, before = 0, ""
         opened = False
         empty = -1  # the number of findings when the last section began: no more, no call in it
         while (mark := self._marks.search(text, at)) is not None:
             content.append(self._header.sub("", text[at : mark.start()]))
+            before += content[-1]
             at = mark.start()
             if (section := _match_pieces(self.section, text, at)) is not None:
                 opened, empty, at = True, len(calls) + len(unread), section
@@ -105,22 +106,22 @@ class TaggedSyntax:
             elif _match_pieces(self.begin, text, at) is None:
                 end = self._end_of_stray(text, mark)
                 unread.append(Unread(text[at:end], f"{mark[0]!r} stands where no call has it"))
-                at = end
-            elif is_quoted(text, at):
-                end = self._end_of_bad(text, at)
-                unread.append(
-                    Unread(text[at:end], "it is quoted, in backticks, and quoted calls are not run")
-                )
+                before += text[at:end]
                 at = end
             else:
-                opened = True
+                quotes = is_quoted(before)
+                opened = opened or not quotes
                 try:
-                    call, at = self._call(text, at, len(calls), tools)
-                    calls.append(call)
+                    call, end = self._call(text, at, len(calls), tools)
+                    if quotes:
+                        unread.append(Unread(text[at:end], QUOTED))
+                    else:
+                        calls.append(call)
                 except _UnreadableError as error:
                     end = self._end_of_bad(text, at)
-                    unread.append(Unread(text[at:end], str(error)))
-                    at = end
+                    unread.append(Unread(text[at:end], QUOTED if quotes else str(error)))
+                    before += text[at:end]
+                at = end
         content.append(text[at:])
         if opened and empty == len(calls) + len(unread):
             unread.append(Unread(text, "it holds no call"))

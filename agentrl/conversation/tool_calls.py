@@ -142,32 +142,41 @@ def _decode(text: str, start: int) -> _Decoded | _Malformed:
 
 
 def _split_at_tags(text: str) -> Iterator[str | ToolCall | _Malformed]:
-    at = begun = 0  # quotations that begin before `begun` have ended
+    at, said = 0, ""
     while (tag := text.find(_OPEN, at)) >= 0:
         yield unquoted(text[at:tag])
+        said += text[at:tag]
         found = _decode(text, tag + len(_OPEN))
         if isinstance(found, _Malformed):
             yield found
             at = _next_call(text, tag + len(_OPEN))
+            said += text[tag:at]
         elif (end := _END_OF_TAG.match(text, found.end)) is None:
             yield _Malformed(
                 f"a {_OPEN} holds one JSON object and nothing after it. Write {_EXAMPLE}"
             )
             at = _next_call(text, found.end)
+            said += text[tag:at]
         else:
             at = end.end()
-            if found.value == []:  # no calls
-                begun = at
+            if found.value == []:  # no calls, and quotations before it have ended
+                said = ""
             else:
-                yield from (_QUOTATION,) if is_quoted(text, tag, begun) else _calls_in(found.value)
+                yield from (_QUOTATION,) if is_quoted(said) else _calls_in(found.value)
     yield unquoted(text[at:])
 
 
-def is_quoted(text: str, at: int, begun: int = 0) -> bool:
-    """True if what stands there is quoted: in a fenced block of code that begins after `begun`, or
-    after a backtick.
+def is_quoted(said: str) -> bool:
+    """True if what follows a text is quoted by it: the text begins a fenced block of code and does
+    not end it, or ends with a backtick.
+
+    Calls that were read are left out of `said`: backticks in their arguments quote nothing.
     """
-    return text.count("```", begun, at) % 2 == 1 or text.endswith("`", begun, at)
+    return said.count("```") % 2 == 1 or said.endswith("`")
+
+
+QUOTED = "it is quoted, in backticks, and quoted calls are not run"
+"""The reason why a call in a syntax of a family's own is not read."""
 
 
 def _next_call(text: str, start: int) -> int:

@@ -36,7 +36,7 @@ from agentrl.conversation.reading import (
     refused_by_parser,
 )
 from agentrl.conversation.tagged_calls import TaggedSyntax, learn_tagged_syntax, standard
-from agentrl.conversation.tool_calls import is_quoted, parse_tool_calls
+from agentrl.conversation.tool_calls import QUOTED, is_quoted, parse_tool_calls
 from agentrl.conversation.vllm_parsers import parser_names, vllm_reader, vllm_readers
 from agentrl.errors import ConfigError
 from agentrl.trajectory import ToolCall
@@ -150,8 +150,8 @@ def accounted(found: Reading, text: str, template: ChatTemplate) -> Reading:
         odd := _count_tokens(text) - _count_tokens(found.content)
     ):
         why = f"{next(iter(odd))!r} stands where no call has it"
-    elif found.calls and at >= 0 and is_quoted(text, at):
-        why = "it is quoted, in backticks, and quoted calls are not run"
+    elif found.calls and at >= 0 and is_quoted(text[:at]):
+        why = QUOTED
     elif found.calls and (written := template.calls(found.calls)):
         there, read = _count_tokens(text), _count_tokens(f"{found.content}\n{written}")
         # The template may number calls, and a model's own ids are others: one odd token a call.

@@ -185,6 +185,24 @@ def test_arguments_reach_the_environment_as_the_template_writes_them(name: str) 
         assert named(got(one, text)[0]) == [("write", dict(call.arguments)) for call in several]
 
 
+@pytest.mark.parametrize("name", [name for name in WRITERS if name not in ("llama3_1", "gptoss")])
+def test_a_fence_in_an_argument_quotes_none_of_the_calls_after_it(name: str) -> None:
+    one = renderer(name)
+    calls = [ToolCall("write", {"text": text}) for text in ("a ``` b", "c", "`", "```", "d")]
+    reply, _ = got(one, written(one, *calls))
+    assert (named(reply), reply.errors) == ([("write", dict(one.arguments)) for one in calls], ())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_nothink", "glm4moe", "gemma"])
+def test_a_quoted_call_with_a_fence_in_an_argument_does_not_end_the_quotation(name: str) -> None:
+    one = renderer(name)
+    call = ToolCall("write", {"text": "a ``` b"})
+    quotation = f"```\n{written(one, call)}\n```"
+    reply, _ = got(one, f"{quotation}\n{written(one, call)}")
+    assert "quoted" in " ".join(reply.errors)
+    assert named(reply) == [("write", dict(call.arguments))]
+
+
 @example(name="gemma4", text="\u00b9")  # a digit, and no number
 @given(
     name=st.sampled_from(WRITERS),

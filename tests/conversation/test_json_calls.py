@@ -214,6 +214,16 @@ def test_what_is_wrong_with_a_call_is_said() -> None:
     assert "a tool's name and its arguments must follow" in unread.why
 
 
+@each_template
+def test_a_fence_in_an_argument_quotes_none_of_the_calls_after_it(name: str) -> None:
+    one = syntax(name)
+    calls = [ToolCall("write", {"text": text}) for text in ("a ``` b", "`", "c")]
+    text = "".join(renderer(name).template.calls([call]) for call in calls)
+    found = one.read(text, [WRITE])
+    assert [call.arguments for call in found.calls] == [call.arguments for call in calls]
+    assert not found.malformed
+
+
 def test_the_ids_of_a_model_may_be_any() -> None:
     (call,) = syntax("mistral").read("[TOOL_CALLS]write[CALL_ID]Zk9-x_1.a[ARGS]{}", [WRITE]).calls
     assert call.name == "write"
