@@ -152,7 +152,7 @@ def _largest_respelling(
     rest = [0.0]
     for question, of_question in zip(questions, spelled, strict=True):
         for text, chances in zip(question.answers, of_question, strict=True):
-            usual = tuple(renderer.encode(text).tolist())
+            usual = tuple(renderer.encode_answer(text).tolist())
             rest.append(
                 sum(chance for ids, chance in chances.items() if ids[: len(usual)] != usual)
             )

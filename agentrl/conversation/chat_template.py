@@ -309,6 +309,20 @@ class ChatTemplate:
         found = isinstance(before, str) and isinstance(begun, str) and begun.startswith(before)
         return str(begun)[len(str(before)) :] if found else ""
 
+    @property
+    def before_answer(self) -> str:
+        """A short prompt after which the template writes an answer's text at once; empty if it
+        writes something of its own between them.
+        """
+        base = _base("user", "", self._abilities)
+        prompt, answered = self._try_render(base[:1]), self._try_render(base, None, False)
+        follows = (
+            isinstance(prompt, str)
+            and isinstance(answered, str)
+            and answered.startswith(f"{prompt}{_MARK}")
+        )
+        return str(prompt) if follows else ""
+
     def closing(self, messages: Sequence[Message]) -> str:
         """The end of the turn of an answer that was cut short, before `messages`."""
         return self._continuations[

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, Protocol
 
+import numpy as np
+
 from agentrl import plugins
 from agentrl.conversation.chat_template import ChatTemplate, not_in
 from agentrl.conversation.config import RendererConfig
@@ -342,7 +344,7 @@ class TemplateRenderer:
             thinks = self._marks is not None and self.read(prompt_ids, answer_ids, ()).cut
             thought = self._marks.end if self._marks is not None and thinks else ""
             return self.encode(thought + self._template.closing(shown) + text)
-        new_ids = self.encode(text)
+        new_ids = self._encode_after(self._text_of(last), text)
         return new_ids[1:] if len(new_ids) and new_ids[0] == last else new_ids
 
     def _encode_by_family(
@@ -602,13 +604,33 @@ class TemplateRenderer:
         """
         return self._encode(text)
 
+    def encode_answer(self, text: str) -> IntArray:
+        """The tokens of an answer's text where the template writes it, right after a prompt."""
+        # A token at the end of the prompt may take up white space, which the answer would lose.
+        return self.encode(text) if text[:1].isspace() else self._encode_after(self._prompt, text)
+
+    @cached_property
+    def _prompt(self) -> str:
+        return self._template.before_answer
+
+    def _encode_after(self, before: str, text: str) -> IntArray:
+        """The tokens of `text` where it follows `before`, whose own tokens stay the same; else as
+        if it stood alone.
+
+        Many tokenizers put a space before what stands first in a text, and some tokens take up the
+        white space that follows them.
+        """
+        begun, whole = self.encode(before), self.encode(before + text)
+        same = len(begun) and np.array_equal(whole[: len(begun)], begun)
+        return whole[len(begun) :] if same else self.encode(text)
+
     def decode(self, token_ids: IntArray) -> str:
         """The text of sampled tokens, special ones included."""
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
 
     def answer_ids(self, text: str) -> IntArray:
         """The tokens a model would sample to write `text` and end its turn: for demonstrations."""
-        return ints([*self.encode(text).tolist(), *self._end_of_turn])
+        return ints([*self.encode_answer(text).tolist(), *self._end_of_turn])
 
     def quoted_answer_ids(self, text: str) -> IntArray:
         """The same for an answer that others wrote down: control tokens that frame turns are text

@@ -116,7 +116,7 @@ def _reasoning(renderer: TemplateRenderer) -> Finding:
     asked = renderer.conversation()
     prompt = asked.prompt([Message("user", "Well?")])
     asked.answer(
-        _make_completion(renderer, renderer.encode(_write_thinking(renderer, "So it is.")))
+        _make_completion(renderer, renderer.encode_answer(_write_thinking(renderer, "So it is.")))
     )
     answer = asked.messages[-1]
     who = "the prompt" if _begins_reasoning(renderer, marks) else "the model"
@@ -180,7 +180,7 @@ def _read_back(renderer: TemplateRenderer, call: ToolCall) -> list[tuple[str, di
     prompt = renderer.decode(conversation.prompt([Message("user", "Go.")]).ids).rstrip()
     if marks is not None and prompt.endswith(marks.begin.strip()) and marks.end not in text:
         text = f"{marks.end}{text}"
-    action = conversation.answer(_make_completion(renderer, renderer.encode(text)))
+    action = conversation.answer(_make_completion(renderer, renderer.encode_answer(text)))
     return [(one.name, dict(one.arguments)) for one in parse_tool_calls(action).calls]
 
 
@@ -225,7 +225,7 @@ def _turns(renderer: TemplateRenderer) -> Iterator[Finding]:
                 return
             conversation.answer(
                 _make_completion(
-                    renderer, renderer.encode(_write_thinking(renderer, f"left {turn}"))
+                    renderer, renderer.encode_answer(_write_thinking(renderer, f"left {turn}"))
                 )
             )
             news = [Message("user", f"Now {turn}: é, 你好")]

@@ -1,9 +1,13 @@
 """The renderer: each prompt extends the last token for token, or forks and says so."""
 
+import string
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.renderer import TemplateRenderer
@@ -111,6 +115,62 @@ def test_the_core_of_a_tokenizer_says_what_the_tokenizer_says(tokenizers, text, 
         == tokenizer.encode(text, add_special_tokens=False)
     )
     assert renderer.decode(ids[:-1]) == tokenizer.decode(ids[:-1])
+
+
+def tokenizer_with_spaces(kind: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that writes a space as a letter of its own, as those of Llama 2, Mistral and
+    Phi-3 do.
+
+    `first`: it puts one before the first text. `each`: before each text that follows a control
+    token. `taking`: control tokens take up the white space that follows them, too.
+    """
+    letters = ["\u2581", *string.ascii_letters, *string.digits, *string.punctuation, "\n"]
+    core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    if kind == "first":
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        spaced = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        core.normalizer = normalizers.Sequence(spaced)
+    core.decoder = decoders.Metaspace()
+    marks = ["<|user|>", "<|assistant|>", "<|end|>"]
+    core.add_special_tokens([AddedToken(mark, rstrip=kind == "taking") for mark in marks])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["first", "each", "taking"])
+@pytest.mark.parametrize("history", ["extend", "template"])
+def test_spaces_that_a_tokenizer_adds_or_drops_are_those_of_the_whole_conversation(
+    tmp_path, kind, history
+):
+    tokenizer_with_spaces(kind).save_pretrained(tmp_path)
+    renderer = TemplateRenderer.of_model(tmp_path, RendererConfig(history=history))
+    conversation = renderer.conversation()
+    said_so_far: list[dict[str, Any]] = []
+    for turn in range(3):
+        said_so_far.append({"role": "user", "content": f"grid {turn}"})
+        prompt = conversation.prompt([Message("user", f"grid {turn}")])
+        assert not prompt.forked
+        text = renderer._whole_tokenizer.apply_chat_template(
+            said_so_far, tokenize=False, add_generation_prompt=True
+        )
+        assert prompt.ids.tolist() == renderer.encode(text).tolist()
+        conversation.answer(said(renderer.answer_ids(f"left {turn}"), stopped=True))
+        said_so_far.append({"role": "assistant", "content": f"left {turn}"})
+
+
+@pytest.mark.parametrize("kind", ["first", "each", "taking"])
+@given(text=st.text(st.sampled_from("ab \n"), max_size=5))
+def test_a_demonstrated_answer_loses_none_of_its_white_space(kind, text):
+    renderer = TemplateRenderer(tokenizer_with_spaces(kind))
+    shown = renderer.decode(renderer.answer_ids(f"x{text}"))
+    assert shown.strip(" ") == f"x{text}<|end|>"
+    spaces = renderer.answer_ids(text)[:-1]
+    assert len(spaces) >= len(text)
 
 
 def test_a_tokenizer_without_a_template_is_refused():
