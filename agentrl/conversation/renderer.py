@@ -215,7 +215,7 @@ class TemplateRenderer:
         return TemplateRenderer(
             _FastTokenizer(tokenizer) if has_core else tokenizer,
             config,
-            _read_stop_ids(folder),
+            _read_stop_ids(folder, tokenizer),
             family,
             Eyes.of_model(folder, tokenizer),
         )
@@ -847,8 +847,8 @@ def _read_template(file: Path) -> str:
         raise ConfigError(f"model.chat_template: {file} cannot be read: {error}") from error
 
 
-def _read_stop_ids(folder: Path) -> list[int]:
-    """All eos tokens that the model's generation_config.json names."""
+def _read_stop_ids(folder: Path, tokenizer: Any) -> list[int]:
+    """All eos tokens that the model's generation_config.json names and its tokenizer has."""
     file = folder / "generation_config.json"
     if not file.exists():
         return []
@@ -860,4 +860,14 @@ def _read_stop_ids(folder: Path) -> list[int]:
         ) from error
     if named is None:
         return []
-    return [named] if isinstance(named, int) else [int(token) for token in named]
+    listed = named if isinstance(named, list) else [named]
+    if not all(type(token) is int for token in listed):
+        raise ConfigError(
+            f"{file} has the eos_token_id {named!r:.80}: write the number of a token, or a list of"
+            " such numbers"
+        )
+    known = {*tokenizer.get_vocab().values()}
+    lacking = [token for token in listed if token not in known]
+    if lacking:  # some files write -1 for no token
+        logger.warning("%s: the tokenizer has no tokens %s, so they end no answer", file, lacking)
+    return [token for token in listed if token in known]

@@ -1,5 +1,6 @@
 """The renderer: each prompt extends the last token for token, or forks and says so."""
 
+import json
 import string
 from typing import Any
 
@@ -171,6 +172,26 @@ def test_a_demonstrated_answer_loses_none_of_its_white_space(kind, text):
     assert shown.strip(" ") == f"x{text}<|end|>"
     spaces = renderer.answer_ids(text)[:-1]
     assert len(spaces) >= len(text)
+
+
+def test_an_end_of_answers_that_the_tokenizer_lacks_is_told_and_left_out(tmp_path, caplog):
+    create_tiny_model(tmp_path / "m", template="chatml")
+    end = TemplateRenderer.of_model(tmp_path / "m").stop_token_ids[0]
+    for named in (-1, 10**9, 2**70, [end, 10**9]):
+        _write_ends(tmp_path / "m", named)
+        caplog.clear()
+        renderer = TemplateRenderer.of_model(tmp_path / "m")
+        assert renderer.stop_token_ids == (end,)
+        assert "" not in renderer.template.stops
+        assert "so they end no answer" in caplog.text
+    for named in ("2", 2.5, {}, [None], True):
+        _write_ends(tmp_path / "m", named)
+        with pytest.raises(ConfigError, match="write the number of a token"):
+            TemplateRenderer.of_model(tmp_path / "m")
+
+
+def _write_ends(folder, named):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
 
 
 def test_a_tokenizer_without_a_template_is_refused():
