@@ -143,8 +143,9 @@ class TemplateRenderer:
         if isinstance(tokenizer, _FastTokenizer):
             self._whole_tokenizer = tokenizer.whole
         self._variables = dict(self.config.chat_template_kwargs)
-        if self.config.chat_template is not None:
-            self._variables["chat_template"] = _read_template(self.config.chat_template)
+        chosen, for_tools = _choose_templates(tokenizer, self.config)
+        if chosen is not None:
+            self._variables["chat_template"] = chosen
         written = str(self._variables.get("chat_template", tokenizer.chat_template))
         self._control = control = ControlTokens(tokenizer, written)
         self._encode = lru_cache(maxsize=1024)(
@@ -194,6 +195,26 @@ class TemplateRenderer:
         closing = self.encode(self._template.closing([Message("user", "")])).tolist()
         ends = bool(closing) and closing[-1] in self._stop_token_ids
         self._end_of_turn = closing if ends else [self._stop_token_ids[0]]
+        self._with_tools = self._with_template(for_tools, family)
+        if isinstance(self._with_tools, TemplateRenderer):
+            self._stop_token_ids = self._with_tools.stop_token_ids
+
+    def _with_template(
+        self, template: str | None, family: Family | None
+    ) -> "TemplateRenderer | ConfigError":
+        """The same with another template, which knows these stops too; itself, if there is no
+        other; the error, if it cannot be used.
+        """
+        if template is None:
+            return self
+        variables = {**self._variables, "chat_template": template}
+        config = self.config.model_copy(update={"chat_template_kwargs": variables})
+        try:
+            return TemplateRenderer(
+                self._tokenizer, config, self._stop_token_ids, family, self._eyes
+            )
+        except ConfigError as error:
+            return error
 
     @staticmethod
     def of_model(folder: Path, config: RendererConfig | None = None) -> "TemplateRenderer":
@@ -274,8 +295,24 @@ class TemplateRenderer:
             return f"the syntax that the template shows ({syntax})"
         return "a known parser"
 
+    def for_tools(self, tools: Sequence[Mapping[str, Any]]) -> "TemplateRenderer":
+        """The renderer of conversations with these tools: another, if the model has a chat template
+        of its own for them (`tool_use`, as Hermes and Command R).
+
+        Raises:
+            ConfigError: that template cannot be used.
+        """
+        found = self._with_tools if tools else self
+        if isinstance(found, ConfigError):
+            raise ConfigError(
+                f"of the model's chat templates, that for tools (tool_use): {found}"
+            ) from found
+        return found
+
     def conversation(self, tools: Sequence[Mapping[str, Any]] = ()) -> "TemplateConversation":
         """A new, empty conversation."""
+        if (one := self.for_tools(tools)) is not self:
+            return one.conversation(tools)
         if (
             tools
             and (self._family or self._reader or self._read_calls) is None
@@ -302,6 +339,8 @@ class TemplateRenderer:
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
         """The tokens of a whole conversation, up to where the assistant begins to write."""
+        if (one := self.for_tools(tools)) is not self:
+            return one.whole(messages, tools)
         if self._family is not None and (self._template.abilities.tools or not tools):
             ids = self._encode_by_family(
                 messages, tools, lambda family, shown, described: family.whole(shown, described)
@@ -326,6 +365,8 @@ class TemplateRenderer:
         `prompt_ids`: the end of the prompt, from the answer before. An answer that was cut short
         gets its end of turn, and before that the end of its reasoning, if it was cut within that.
         """
+        if (one := self.for_tools(tools)) is not self:
+            return one.added(prompt_ids, answer_ids, messages, tools)
         if self._family is not None:
             added = self._encode_by_family(
                 messages,
@@ -464,6 +505,8 @@ class TemplateRenderer:
         """An answer, taken apart; its last token may be the stop token. Never raises, whatever the
         tokens are.
         """
+        if (one := self.for_tools(tools)) is not self:
+            return one.read(prompt_ids, answer_ids, tools)
         try:
             return self._read(prompt_ids, answer_ids, tools)
         except Exception as error:  # other packages' parsers raise at some of what models write
@@ -579,6 +622,8 @@ class TemplateRenderer:
         """The same, with guards in what must not become control tokens. Without
         `add_generation_prompt`, it ends with the last message.
         """
+        if (one := self.for_tools(tools)) is not self:
+            return one.guarded_text(messages, tools, add_generation_prompt=add_generation_prompt)
         text = self._template.text(
             self._guard_messages(messages),
             self._guard_tools(tools),
@@ -838,6 +883,31 @@ def _choose_family(tokenizer: Any, config: RendererConfig) -> Family | None:
         if config.renderer in ("auto", "template")
         else family_named(config.renderer, tokenizer, variables)
     )
+
+
+def _choose_templates(
+    tokenizer: Tokenizer, config: RendererConfig
+) -> tuple[str | None, str | None]:
+    """The template that the settings name, or the default one of several by name, and that of them
+    for conversations with tools. None: the tokenizer's only one, and no other for tools.
+
+    Raises:
+        ConfigError: the file cannot be read, or none of several is the default.
+    """
+    if config.chat_template is not None:
+        return _read_template(config.chat_template), None
+    named, asked = tokenizer.chat_template, config.chat_template_kwargs.get("chat_template")
+    if not isinstance(named, Mapping):
+        return asked, None
+    if asked is not None:
+        return named.get(asked, asked), None
+    if "default" not in named:
+        raise ConfigError(
+            "the model has several chat templates, and none of them is the default:"
+            f" {', '.join(sorted(named))}. Write model.chat_template_kwargs.chat_template=NAME"
+        )
+    # The canonical form describes tools in the system message, whatever the templates know.
+    return named["default"], None if config.tool_format == "canonical" else named.get("tool_use")
 
 
 def _read_template(file: Path) -> str:

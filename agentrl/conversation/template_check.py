@@ -76,7 +76,7 @@ def template_findings(renderer: TemplateRenderer) -> Iterator[Finding]:
         "family", renderer.family or "none is recognised: prompts are what the chat template writes"
     )
     yield _check_ends(renderer)
-    can = renderer.template.abilities
+    can = renderer.for_tools([_TOOL]).template.abilities
     folded = [words for name, words in _PLACES.items() if not getattr(can, name)]
     yield Finding(
         "has no place for",
@@ -148,6 +148,7 @@ def _write_thinking(renderer: TemplateRenderer, said: str) -> str:
 
 
 def _calls(renderer: TemplateRenderer) -> Iterator[Finding]:
+    renderer = renderer.for_tools([_TOOL])
     conversation = renderer.conversation([_TOOL])  # now it has looked for a parser
     conversation.prompt([Message("user", "Go.")])
     written = _write_call(renderer, PROBE_CALL)

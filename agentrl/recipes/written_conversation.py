@@ -67,7 +67,7 @@ def _answer_text(
     text = _with_thought(message, message.content, renderer, prompt_ids)
     if not message.tool_calls:
         return text
-    calls = renderer.template.calls(message.tool_calls)
+    calls = renderer.for_tools(tools).template.calls(message.tool_calls)
     own = _with_thought(message, message.said + calls, renderer, prompt_ids)
     read = renderer.read(prompt_ids, renderer.quoted_answer_ids(own), tools)
     asked = [(call.name, dict(call.arguments)) for call in message.tool_calls]

@@ -9,12 +9,12 @@ import pytest
 from agentrl.conversation import renderer as renderer_module
 from agentrl.conversation.chat_template import ChatTemplate, describe
 from agentrl.conversation.config import RendererConfig
-from agentrl.conversation.renderer import TemplateRenderer
+from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError
 from agentrl.testing.tokenizer import END, ByteTokenizer
 from agentrl.tokens.arrays import ints
 from agentrl.trajectory import Completion, Message, ToolCall
-from tests.chat_templates import templates, tokenizer_of
+from tests.chat_templates import byte_tokenizer, templates, tokenizer_of
 
 ADD = {
     "type": "function",
@@ -242,3 +242,67 @@ def test_a_template_that_writes_the_time_is_read_again_when_it_has_changed() -> 
     for _ in range(3):
         hour[0] = str(next(hours))
         assert template.added([Message("user", "a")]) == f"user:a{END}assistant:"
+
+
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+)
+
+
+def named_folder(into: Path, **named: str) -> Path:
+    """A folder with the tokenizer of qwen3_5 and chat templates by name, as Hermes and Command R
+    have them.
+    """
+    tokenizer = byte_tokenizer(templates()["qwen3_5_nothink"])
+    tokenizer.chat_template = named
+    tokenizer.save_pretrained(into)
+    return into
+
+
+@pytest.mark.parametrize("history", ["extend", "template"])
+def test_a_template_of_its_own_for_tools_writes_all_of_a_conversation_with_tools(
+    tmp_path: Path, history: str
+) -> None:
+    tools = templates()["qwen3_5_nothink"]
+    config = RendererConfig.model_validate({"history": history})
+    one = renderer_of(named_folder(tmp_path, default=PLAIN, tool_use=tools), config)
+    for template, described in ((tools, [ADD]), (PLAIN, [])):
+        tokenizer = byte_tokenizer(tools)
+        tokenizer.chat_template = template
+        alone = TemplateRenderer(tokenizer, config)
+        news = [Message("system", "You play."), Message("user", "Begin.")]
+        both = one.conversation(described), alone.conversation(described)
+        for turn in range(3):
+            prompts = [each.prompt(news).ids.tolist() for each in both]
+            assert prompts[0] == prompts[1]
+            calls = [ToolCall("add", {"a": turn, "b": 2})] if described else []
+            text = alone.template.calls(calls) if calls else f"answer {turn}"
+            ids = alone.answer_ids(text)
+            sampled = Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop")
+            assert both[0].answer(sampled) == both[1].answer(sampled)
+            assert both[0].messages == both[1].messages
+            assert [each.name for each in both[0].messages[-1].tool_calls] == ["add"] * len(calls)
+            news = [Message("tool" if described else "user", f"result {turn}")]
+        messages = both[0].messages
+        assert one.whole(messages, described).tolist() == alone.whole(messages, described).tolist()
+        assert one.text(messages, described) == alone.text(messages, described)
+
+
+def test_templates_by_name_are_chosen_as_the_settings_say_or_refused(tmp_path: Path) -> None:
+    tools = templates()["qwen3_5_nothink"]
+    folder = named_folder(tmp_path / "none", tool_use=tools, rag=PLAIN)
+    with pytest.raises(ConfigError, match=r"none of them is the default: rag, tool_use"):
+        renderer_of(folder, RendererConfig())
+    for asked in ("rag", PLAIN):
+        config = RendererConfig(chat_template_kwargs={"chat_template": asked})
+        one = renderer_of(folder, config)
+        assert one.for_tools([ADD]) is one
+        assert one.text([Message("user", "a")], ()).startswith("<|im_start|>user: a<|im_end|>")
+    refused = named_folder(tmp_path / "bad", default=PLAIN, tool_use="{{ raise_exception('x') }}")
+    one = renderer_of(refused, RendererConfig())
+    assert one.conversation().prompt([Message("user", "a")]).ids.size
+    with pytest.raises(ConfigError, match=r"for tools \(tool_use\): the chat template cannot"):
+        one.conversation([ADD])
+    canonical = renderer_of(refused, RendererConfig(tool_format="canonical"))
+    assert canonical.conversation([ADD]).prompt([Message("user", "a")]).ids.size
