@@ -416,7 +416,8 @@ class ChatTemplate:
         )
         for form in (can, replace(can, json_arguments=True), replace(can, calls=False)):
             result = [*_base("tool", _NAME_MARK, form), _new_message("tool")]
-            if self._shows(_MARK, result, form) and self._shows(_NEW_MARK, result, form):
+            shows_both = self._shows(_MARK, result, form) and self._shows(_NEW_MARK, result, form)
+            if shows_both and self._shows_in_order("UCTCT", form):
                 return self._probe_places(form)
         return self._probe_places(replace(can, calls=False, results=False))
 
@@ -436,7 +437,7 @@ class ChatTemplate:
             can,
             systems=places("SSU"),
             late_systems=places("USU", "UASU", "UAS", "SUASU", "UCTS", "UCTSU", "SUASUASU"),
-            stray_results=not results or places("UT", "UAT", "UATU"),
+            stray_results=not results or places("UT", "UAT", "UATU", "UATAT"),
             repeated_users=can.repeated_users and places("UU", "UUAUU"),
             repeated_answers=places("UAAU", "UAAUA"),
             users_after_results=places("UCTU", "UCTUAU"),
@@ -551,13 +552,16 @@ class ChatTemplate:
 
     def _find_closing(self, between: str, tail: str, ends: Sequence[str], *, at_once: bool) -> str:
         """The text of the token between answer and new message that ends the turn: it stands there
-        even if nothing follows.
+        even if nothing follows, or else it is a known end before the header of the message.
 
         `tail`: the text after the answer if nothing follows. `at_once`: the token follows the
         answer immediately; else the end of a call stands before it.
         """
         if not tail.strip():
-            return ""
+            # The header of the next message may itself be what ends answers (GLM's `<|user|>`).
+            found = next((end for end in ends if end in between), "")
+            header = found and self._special.search(between, between.find(found) + len(found))
+            return found if header else ""
         known = next((end for end in ends if end in between and end in tail), "")
         if known:
             return known

@@ -306,3 +306,51 @@ def test_templates_by_name_are_chosen_as_the_settings_say_or_refused(tmp_path: P
         one.conversation([ADD])
     canonical = renderer_of(refused, RendererConfig(tool_format="canonical"))
     assert canonical.conversation([ADD]).prompt([Message("user", "a")]).ids.size
+
+
+ENDS_LATE = (
+    "{# <|begin_system|> <|begin_user|> <|begin_tool|> #}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<|begin_assistant|>\n{{ m.content }}"
+    "{% if m.tool_calls %}<tool_calls>[{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}'
+    '{% if not loop.last or messages[-1].role == "tool" %}, "id": "{{ c.id }}"{% endif %}}'
+    "{% endfor %}]</tool_calls>{% endif %}"
+    "{% if not loop.last %}{{ '\n<|end|>\n' }}{% endif %}"
+    "{% else %}<|begin_{{ m.role }}|>\n{{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+    "{% if add_generation_prompt %}<|begin_assistant|>\n{% endif %}"
+)
+"""Ends an answer only where a message follows it, as Apriel's does."""
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_an_answer_that_the_template_ends_only_before_a_message_is_ended_once(role: str) -> None:
+    one = TemplateRenderer(byte_tokenizer(ENDS_LATE), RendererConfig())
+    call = ToolCall("add", {"a": 1}, "call00001")
+    for text, cut in (("left", False), (one.template.calls([call]), False), ("lef", True)):
+        conversation = one.conversation([ADD])
+        prompt = conversation.prompt([Message("user", "Begin.")])
+        ids = one.encode(text) if cut else one.answer_ids(text)
+        assert one.decode(ids) == (text if cut else f"{text}\n<|end|>")
+        reason = "length" if cut else "stop"
+        conversation.answer(Completion(ids, [0.0] * len(ids), [0] * len(ids), reason))
+        new = conversation.prompt([Message("tool" if role == "tool" else "user", "seen")]).new_ids
+        written = one.decode(ids) + one.decode(new)
+        assert written == f"{text}\n<|end|>\n<|begin_{role}|>\nseen\n<|begin_assistant|>\n"
+        assert one.decode(prompt.ids).count("<|end|>") == 0
+
+
+def test_results_after_answers_without_calls_have_a_place_where_roles_must_alternate() -> None:
+    """As in the template of Mistral-Nemo, which skips results when it looks for a next answer."""
+    alternating = (
+        "{% set ns = namespace(turn=0) %}{% for m in messages %}{% if m.role != 'tool' %}"
+        "{% if (m.role == 'user') != (ns.turn % 2 == 0) %}{{ raise_exception('roles') }}{% endif %}"
+        "{% set ns.turn = ns.turn + 1 %}{% endif %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+        "{% if tools %}{{ tools | tojson }}{% endif %}"
+    )
+    one = TemplateRenderer(byte_tokenizer(alternating), RendererConfig())
+    messages = [
+        Message("user", "Begin."),
+        *[Message("assistant", "a"), Message("tool", "seen")] * 3,
+    ]
+    assert one.text(messages, [ADD]).count("seen") == 3
