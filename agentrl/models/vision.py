@@ -9,7 +9,6 @@ contexts show is computed once, whatever is computed with it.
 Dimension suffixes: T tokens of a context, F rows of features, H hidden size.
 """
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,13 +147,10 @@ def picture_inputs(processor: Any, images: Sequence[EncodedImage]) -> PictureInp
     image processor.
     """
     import torch
-    from PIL import Image
 
     found: list[Mapping[str, Tensor]] = []
     for image in images:
-        with Image.open(io.BytesIO(image.data)) as opened:
-            made = processor(images=[opened.convert("RGB")], return_tensors="pt")
-        found.append(made)
+        found.append(processor(images=[image.decoded()], return_tensors="pt"))
     names = [name for name in found[0] if name in _INPUTS]
     # Idefics and its relatives have an axis of contexts before that of tiles.
     of_tiles = found[0]["pixel_values"].ndim == 5

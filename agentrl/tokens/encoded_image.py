@@ -7,17 +7,21 @@ Pictures come from environments, data and agents, so their bytes may be anything
 import base64
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from agentrl.errors import ImageError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
 
 ImageFormat = Literal["png", "jpeg"]
 
@@ -65,6 +69,9 @@ class EncodedImage:
 
     Making one decodes it, after its size has been read from its first bytes, so one that exists can
     be decoded. Nothing is ever fetched: an address is refused. Two are equal if their bytes are.
+
+    Cameras write rows as their sensor lies, and beside them how to turn these (EXIF). Width and
+    height are those of the picture as people see it.
 
     Raises:
         ImageError: the bytes are no PNG or JPEG, are cut off or damaged, are more than `MOST_BYTES`
@@ -183,6 +190,14 @@ class EncodedImage:
             raise ImageError(f"{text!r:.40} is a data: address without base64")
         return cls.from_base64(text[found.end() :], found["type"])
 
+    def decoded(self) -> "Picture":
+        """The picture in RGB, as people see it."""
+        from PIL import Image
+
+        with Image.open(BytesIO(self.data)) as opened:
+            _turn_upright(opened)
+            return opened.convert("RGB")
+
     @property
     def address(self) -> str:
         """An address that has the bytes, which `from_address` reads."""
@@ -231,8 +246,8 @@ def _inspect(file: _Bytes) -> _ImageFacts:
             f"the bytes are {f'a {other} file' if other else 'no picture'} (they begin with"
             f" {data[:12]!r}): write PNG or JPEG"
         )
-    _check_decodes(data, facts)
-    return facts
+    width, height = _check_decodes(data, facts)
+    return facts._replace(width=width, height=height)
 
 
 def _check_size(width: int, height: int) -> None:
@@ -287,8 +302,16 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
     raise ImageError("the JPEG is cut off or damaged: its size is missing")
 
 
-def _check_decodes(data: bytes, facts: _ImageFacts) -> None:
-    """Decode a picture once, as its readers will do."""
+def _turn_upright(image: "Picture") -> None:
+    """Turn a picture as its EXIF says; it stays as it is if that cannot be read."""
+    from PIL import ImageOps
+
+    with suppress(Exception):  # Pillow raises what the bytes make it stumble over
+        ImageOps.exif_transpose(image, in_place=True)
+
+
+def _check_decodes(data: bytes, facts: _ImageFacts) -> tuple[int, int]:
+    """Decode a picture once, as its readers will do, and return its width and height, upright."""
     from PIL import Image
 
     try:
@@ -301,6 +324,8 @@ def _check_decodes(data: bytes, facts: _ImageFacts) -> None:
             if image.format != facts.format.upper() or getattr(image, "n_frames", 1) != 1:
                 raise ImageError(f"the file ({image.format}) holds several pictures: write one")
             image.load()
+            _turn_upright(image)
+            return image.size
     except ImageError:
         raise
     except Exception as error:  # Pillow raises what the bytes make it stumble over

@@ -128,6 +128,30 @@ def test_damaged_bytes_are_taken_as_a_picture_or_refused_and_nothing_else_happen
         assert opened.size == (image.width, image.height)
 
 
+@pytest.mark.parametrize("kind", ["jpeg", "png"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_picture_is_turned_as_its_camera_says(kind: str, orientation: int) -> None:
+    quarters = np.zeros((16, 32, 3), np.uint8)
+    quarters[:8, :16, 0] = quarters[8:, 16:, 1] = 255
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = EncodedImage(saved(Image.fromarray(quarters), kind, exif=exif, quality=100))
+    turned = orientation >= 5
+    assert (image.width, image.height) == ((16, 32) if turned else (32, 16))
+    shown = np.asarray(image.decoded())
+    assert shown.shape == (image.height, image.width, 3)
+    # The corners that are red (0) and green (1), in reading order; black is 2.
+    corners = [shown[y, x] for y in (2, -3) for x in (2, -3)]
+    seen = "".join("r" if one[0] > 128 else "g" if one[1] > 128 else "-" for one in corners)
+    assert seen == ["r--g", "-rg-", "g--r", "-gr-", "r--g", "-rg-", "g--r", "-gr-"][orientation - 1]
+
+
+def test_a_picture_whose_turn_cannot_be_read_is_taken_as_it_is() -> None:
+    plain = saved(Image.new("RGB", (32, 16)), "jpeg", exif=b"Exif\0\0" + b"\xff" * 40)
+    image = EncodedImage(plain)
+    assert (image.width, image.height) == image.decoded().size == (32, 16)
+
+
 def test_a_file_is_what_its_name_says(tmp_path: Path) -> None:
     for name, data in (("a.png", PNG), ("b.JPG", JPEG), ("c.png", JPEG), ("d.gif", PNG)):
         (tmp_path / name).write_bytes(data)
