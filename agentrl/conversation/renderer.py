@@ -912,7 +912,8 @@ def _choose_templates(
 
 def _read_template(file: Path) -> str:
     try:
-        return file.read_text()
+        # Some editors begin a file with a mark of its encoding, which is no part of a prompt.
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"model.chat_template: {file} cannot be read: {error}") from error
 

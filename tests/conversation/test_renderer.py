@@ -190,6 +190,16 @@ def test_an_end_of_answers_that_the_tokenizer_lacks_is_told_and_left_out(tmp_pat
             TemplateRenderer.of_model(tmp_path / "m")
 
 
+def test_the_mark_of_an_encoding_at_the_beginning_of_a_template_is_no_part_of_prompts(tmp_path):
+    create_tiny_model(tmp_path / "m", template="chatml")
+    plain = TemplateRenderer.of_model(tmp_path / "m")
+    file = tmp_path / "template.jinja"
+    file.write_text(plain._tokenizer.chat_template, encoding="utf-8-sig")
+    marked = TemplateRenderer.of_model(tmp_path / "m", RendererConfig(chat_template=file))
+    said = [Message("user", "a")]
+    assert marked.whole(said, ()).tolist() == plain.whole(said, ()).tolist()
+
+
 def _write_ends(folder, named):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
 
