@@ -83,8 +83,8 @@ class _Live:
 
     `cached`: how many of them, from the first on, have their KV in the slot.
     `oldest`: the oldest version of the weights that computed some of that KV.
-    `routed`: how many have been computed, so that their experts are known. What is computed again
-    under new weights keeps those that its tokens were sampled with.
+    `earlier`: the experts of what has been computed, and is computed again under new weights: they
+    are those that its tokens were sampled with.
     """
 
     request: GenerateRequest
@@ -97,7 +97,7 @@ class _Live:
     oldest: int = 0
     logprobs: list[float] = field(default_factory=list)
     supports: list[IntArray] = field(default_factory=list)
-    routed: int = 0
+    earlier: ExpertChoices | None = None
     prompt: IntArray = field(default_factory=lambda: ints(()))
     positions_3T: IntArray | None = None
     versions: list[int] = field(default_factory=list)
@@ -113,7 +113,6 @@ class _Live:
         """Occupy a slot."""
         self.slot, self.cached, self.tokens = place.slot, place.cached, place.tokens
         self.oldest = place.oldest
-        self.routed = place.cached
 
     def token_ids(self, start: int, stop: int) -> IntArray:
         """The tokens from `start` to `stop` as the model has them."""
@@ -388,7 +387,12 @@ class LocalEngine(Engine):
         self._slots.forget_parked(self._oldest_reusable)
         for live in self._running.values():
             if self._kv_on_update != "keep" and live.oldest < self._oldest_reusable:
-                live.cached = 0  # all its tokens are recomputed before the next one is sampled
+                self._compute_again(live)
+
+    def _compute_again(self, live: _Live) -> None:
+        """Have all tokens of a request recomputed before the next one is sampled."""
+        live.earlier = self._experts_of(live)
+        live.cached = 0
 
     def _own_reader(self, model: "PackedModel") -> Reader:
         self._reader = self._reader or Reader.on(str(model.device))
@@ -415,7 +419,7 @@ class LocalEngine(Engine):
         self._awake.clear()
         self._slots.forget_parked()
         for live in self._running.values():
-            live.cached = 0  # all its tokens are recomputed
+            self._compute_again(live)
         freed_bytes = model.sleep()
         return freed_bytes if was_awake else None
 
@@ -587,23 +591,27 @@ class LocalEngine(Engine):
     def _note_experts(self, model: "PackedModel", rows: "Mapping[_Live, StepRow]") -> None:
         """Keep the experts that a step chose for the tokens of its rows."""
         chosen = model.chosen_experts()
-        for live, row in rows.items():
+        for row in rows.values():
             if row.copied_from is not None:
                 self._experts.copy(row.copied_from, row.slot, row.start)
-                live.routed = row.start
-            again = max(0, live.routed - row.start)
             if row.slot in chosen:
-                self._experts.write(row.slot, row.start + again, chosen[row.slot][again:])
-            live.routed = max(live.routed, row.stop)
+                self._experts.write(row.slot, row.start, chosen[row.slot])
 
     def _completion(self, live: _Live, finish_reason: FinishReason) -> Completion:
         """The completion of a request as far as it has sampled, with the experts of its tokens."""
-        experts, request = None, live.request
-        if request.keep_experts and live.slot >= 0:
-            chosen_TLK = self._experts.read(live.slot, request.experts_from, live.routed)
-            if chosen_TLK is not None:
-                experts = ExpertChoices.of(request.experts_from, chosen_TLK)
-        return live.completion(finish_reason, experts)
+        return live.completion(finish_reason, self._experts_of(live))
+
+    def _experts_of(self, live: _Live) -> ExpertChoices | None:
+        """The experts that a request's tokens were sampled with, if they are to be kept and any are
+        known.
+        """
+        if not live.request.keep_experts or live.slot < 0:
+            return None
+        earlier = live.earlier
+        start = live.request.experts_from if earlier is None else earlier.spans[-1].stop
+        chosen_TLK = self._experts.read(live.slot, start, live.cached)
+        later = None if chosen_TLK is None else ExpertChoices.of(start, chosen_TLK)
+        return ExpertChoices.joined([earlier, later])
 
     def _score(self, model: "PackedModel") -> int:
         """Score the first waiting requests: as many as a step may have tokens, with padding, but at

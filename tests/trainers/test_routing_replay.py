@@ -1,6 +1,7 @@
 """Training with the experts that the engine chose: its logprobs, its gradients, its metrics."""
 
 import asyncio
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +23,7 @@ from agentrl.rollout.continuation import joined, rest_of
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.trainers import LOSS
 from agentrl.tokens.arrays import IntArray, floats, ints
-from agentrl.tokens.expert_choices import ExpertChoices
+from agentrl.tokens.expert_choices import ExpertChoices, read_choices
 from agentrl.trainers.compute.attention import ATTENTION
 from agentrl.trainers.compute.forward import (
     RoutedLayers,
@@ -274,40 +275,52 @@ def test_the_routers_gradient_is_that_of_the_scores_of_the_replayed_experts(
 
 
 def test_an_update_leaves_the_experts_that_earlier_tokens_were_sampled_with(
-    folder_of: Callable[[str], Path],
+    folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    folder, prompt = folder_of("Qwen3-MoE"), ints(range(40, 60))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    published = load_file(folder / "model.safetensors")
-    new = {name: 1.3 * weight for name, weight in published.items()}
+    folder, prompt, changed = folder_of("Qwen3-MoE"), ints(range(40, 60)), tmp_path / "model"
+    rng = torch.Generator().manual_seed(0)
+    new = {
+        name: weight + 0.1 * torch.randn(weight.shape, generator=rng)
+        for name, weight in load_file(folder / "model.safetensors").items()
+    }
+    shutil.copytree(folder, changed)
+    save_file(new, changed / "model.safetensors", {"format": "pt"})
 
-    async def main() -> Completion:
+    def member(number: int) -> GenerateRequest:
+        return GenerateRequest(
+            f"r{number}", prompt, SamplingParams(max_tokens=12), seed=number, keep_experts=True
+        )
+
+    async def main() -> list[Completion]:
         config = LocalEngine.Config(max_context=256, device="cpu", max_batch=4)
-        async with LocalEngine(config, folder) as engine:
-            request = GenerateRequest(
-                "r", prompt, SamplingParams(max_tokens=12), seed=1, keep_experts=True
-            )
-            async with asyncio.TaskGroup() as tasks:
-                answer = tasks.create_task(engine.generate(request))
-                while engine.stats().generated_tokens < 6:  # noqa: ASYNC110  it counts steps
-                    await asyncio.sleep(0)
-                await engine.update_weights(new, 1)
-            return answer.result()
+        async with LocalEngine(config, folder) as engine, asyncio.TaskGroup() as tasks:
+            answers = [tasks.create_task(engine.generate(member(number))) for number in range(3)]
+            while engine.stats().generated_tokens < 18:  # noqa: ASYNC110  it counts steps
+                await asyncio.sleep(0)
+            await engine.update_weights(new, 1)
+            # After the update, all but the first copy the KV of the prompt: those in flight too.
+            answers.append(tasks.create_task(engine.generate(member(3))))
+        return [answer.result() for answer in answers]
 
-    completion = asyncio.run(main())
-    old_tokens = int((completion.policy_versions == 0).sum())
-    assert 0 < old_tokens < len(completion.token_ids)
-    assert completion.experts is not None
-    (span,) = completion.experts.spans
-    ids = np.concatenate([prompt, completion.token_ids])
-    assert (span.start, span.stop) == (0, len(ids) - 1)
-    with torch.no_grad():
-        routers = model(torch.from_numpy(ids[None].astype(np.int64)), output_router_logits=True)
-    # The first layer knows of no others, so the old model tells all.
-    liked_TK = routers.router_logits[0].topk(2).indices.sort().values.numpy()
-    before = slice(0, len(prompt) + old_tokens - 1)
-    chosen_TLK = np.asarray(span.chosen)
-    np.testing.assert_array_equal(np.sort(chosen_TLK[before, 0]), liked_TK[before])
+    completions = asyncio.run(main())
+    assert [set(completion.policy_versions) for completion in completions] == [{0, 1}] * 3 + [{1}]
+    models = [
+        AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32) for one in (folder, changed)
+    ]
+    for completion in completions:
+        ids = np.concatenate([prompt, completion.token_ids])
+        chosen_TLK = read_choices([completion.experts], [len(ids) - 1])
+        assert chosen_TLK is not None
+        oldest = int(completion.policy_versions.min())
+        with torch.no_grad():
+            routers = models[oldest](
+                torch.from_numpy(ids[None].astype(np.int64)), output_router_logits=True
+            )
+        # The first layer knows of no others, so one model tells all that it has computed.
+        liked_TK = routers.router_logits[0].topk(2).indices.sort().values.numpy()
+        sampled = int((completion.policy_versions == oldest).sum())
+        before = slice(0, len(prompt) + sampled - 1)
+        np.testing.assert_array_equal(np.sort(chosen_TLK[before, 0]), liked_TK[before])
 
 
 def test_a_request_that_goes_on_adds_the_experts_of_its_own_tokens(
