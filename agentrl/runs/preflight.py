@@ -117,7 +117,7 @@ def make_folder(folder: Path) -> None:
             raise ConfigError(f"{path} is a file, where the run keeps a folder: move it away")
 
 
-def choose_checkpoint(
+def check_checkpoint(
     checkpoints: Checkpoints,
     config: RunConfig,
     step: int | None,
@@ -125,12 +125,12 @@ def choose_checkpoint(
     *,
     new_model: bool,
 ) -> None:
-    """Set checkpoints aside until the newest one is that which a resumed run continues from: the
-    newest sound one, or the one after `step` steps.
+    """Check the checkpoint that a resumed run continues from: the newest sound one, or the one
+    after `step` steps. Those that are damaged are set aside.
 
     Raises:
         CheckpointError: there is no sound one, or it is of another origin.
-        ConfigError: it does not fit the config or the ledger.
+        ConfigError: it does not fit the config or the ledger, or there is none after `step` steps.
     """
     if not config.checkpoint.allow_foreign:
         checkpoints.check_origin()
@@ -143,12 +143,9 @@ def choose_checkpoint(
             f"already: write a larger number to go on, `--step {config.steps}` to go "
             "back to that checkpoint if there is one, or run_dir=ANOTHER for a new run"
         )
-    if step is not None:
-        checkpoints.go_back_to(step)
-    newest = checkpoints.latest()  # may be another one now
-    if newest is not None:
-        check_goes_on(newest[1], config, new_model=new_model)
-        check_ledger(config.run_dir / "ledger.sqlite", newest[0])
+    if step is not None or newest is not None:
+        check_goes_on(checkpoints.find(str(done), {}), config, new_model=new_model)
+        check_ledger(config.run_dir / "ledger.sqlite", done)
 
 
 def check_data(folder: Path, data: Mapping[str, str], *, resumed: bool, change: bool) -> None:

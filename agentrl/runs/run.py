@@ -76,10 +76,10 @@ from agentrl.runs.lock import RunLock
 from agentrl.runs.preflight import (
     MODEL_COMMIT,
     check_changes,
+    check_checkpoint,
     check_config,
     check_data,
     check_folder,
-    choose_checkpoint,
     make_folder,
     model_revision,
 )
@@ -142,7 +142,7 @@ class Run:
                 self.folder / "checkpoints", kept.keep, kept.keep_best if kept.best else 0
             )
             if resume:
-                choose_checkpoint(
+                check_checkpoint(
                     self.checkpoints,
                     self.config,
                     step,
@@ -167,6 +167,8 @@ class Run:
             self._checkpoint_flow = Flow("checkpoints")
             self._begun_checkpoint: asyncio.Task[Path] | None = None
             self._summary: Mapping[str, Any] | None = None
+            if resume and step is not None:  # last: what is refused changes nothing
+                self.checkpoints.go_back_to(step)
             self._open = opened.pop_all()
 
     def __enter__(self) -> Self:

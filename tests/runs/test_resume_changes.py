@@ -326,6 +326,24 @@ def test_a_checkpoint_that_cannot_go_on_so_is_refused_before_the_start(
     assert not (run / "config.1.yaml").exists()
 
 
+def test_a_refusal_to_go_back_leaves_the_later_checkpoints_in_place(run: Path) -> None:
+    resumed(run, step=1, state=Saved("trainer.pt"))
+    with opened(again(run, "checkpoint.keep=2"), resume=True)[0] as later:
+        later.ledger.admit(1, Task("frozen_lake", 1, {}, "train-1"), 1)
+        later.ledger.trained(1, {1: [1.0]})
+        asyncio.run(later.save_checkpoint(2, Saved("trainer.pt")))
+    with pytest.raises(ConfigError, match=r"trains adapters, and .*step_000001 is of whole"):
+        opened(again(run, "trainer.lora.rank=4"), resume=True, step=1)
+    (run / "data.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"data\.json cannot be read"):
+        opened(again(run), resume=True, step=1)
+    checkpoints = run / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"step_000001", "step_000002"}
+    (run / "data.json").unlink()
+    with opened(again(run), resume=True, step=1)[0]:
+        assert {path.name for path in checkpoints.iterdir()} == {"step_000001", "left-step_000002"}
+
+
 def test_models_that_were_made_before_are_made_again_of_another_model(run: Path) -> None:
     (run / "model").mkdir()
     (run / "model_commit").write_text("0123\n")
