@@ -30,11 +30,20 @@ class CallSender:
         wait for this one.
 
         Raises:
-            WorkerDiedError: the worker was stopped.
+            WorkerDiedError: the worker was stopped before the call was sent.
         """
         if self._stopped:
-            raise WorkerDiedError(self._role, self._rank, "it was stopped")
-        return await asyncio.shield(asyncio.wrap_future(self._thread.submit(submit, *args)))
+            raise self._death()
+        sending = asyncio.wrap_future(self._thread.submit(submit, *args))
+        # The caller may not wait for it.
+        sending.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait({sending})
+        if sending.cancelled():  # by `stop`, and not by the caller
+            raise self._death()
+        return sending.result()
+
+    def _death(self) -> WorkerDiedError:
+        return WorkerDiedError(self._role, self._rank, "it was stopped")
 
     def stop(self) -> None:
         """Send nothing from now on; the thread ends when it has sent what it has begun."""

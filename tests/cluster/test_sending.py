@@ -4,6 +4,7 @@ import asyncio
 import os
 import pickle
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -121,6 +122,26 @@ def test_a_cancelled_caller_does_not_take_back_what_other_ranks_have() -> None:
 
     asyncio.run(main())
     assert sent == ["first", "second", "third"]
+
+
+def test_a_call_that_waits_behind_another_one_fails_when_its_worker_is_stopped() -> None:
+    async def main() -> None:
+        calls, let = CallSender("trainer", 1), threading.Event()
+        first, second, third = (
+            asyncio.create_task(calls.send(work, 10)) for work in (let.wait, time.sleep, time.sleep)
+        )
+        await asyncio.sleep(0)
+        calls.stop()
+        third.cancel()
+        let.set()
+        assert await first
+        # Not a cancellation, which would end the caller as if the run had been stopped.
+        with pytest.raises(WorkerDiedError, match="trainer 1 died: it was stopped"):
+            await second
+        with pytest.raises(asyncio.CancelledError):
+            await third
+
+    asyncio.run(main())
 
 
 def test_the_arrays_of_a_parcel_are_in_memory_that_both_sides_map() -> None:
