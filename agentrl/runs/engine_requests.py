@@ -6,7 +6,9 @@ RUN/engines/NAME.answer     the result; the process that asked removes it
 RUN/engines/changes.jsonl   each engine that was added, removed or lost, a row each
 """
 
+import functools
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +20,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from agentrl.files.durable import append_line, remove_left, write_whole
 from agentrl.settings.base import Settings
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "engines"
 _REQUEST, _TAKEN, _ANSWER = ".request", ".taken", ".answer"
@@ -59,6 +63,17 @@ class EngineChange:
 
 
 _FORMAT = TypeAdapter(EngineChange)
+
+
+@functools.cache
+def _warn_that_it_stays(path: Path, why: str | None) -> None:
+    """Warn of a request that cannot be taken, once."""
+    logger.warning(
+        "%s cannot be taken (%s): the run needs to write into that folder, which may be another"
+        " user's",
+        path,
+        why,
+    )
 
 
 class AskedRun:
@@ -109,19 +124,24 @@ class EngineRequests:
 
     def take(self) -> Sequence[tuple[str, EngineRequest]]:
         """The new requests with their names, the oldest first. One that cannot be read is answered
-        with the reason.
+        with the reason; one that cannot be taken stays, and is warned of once.
         """
         taken = []
         # Names with a leading dot are files that are still being written.
         for path in sorted(self._folder.glob(f"[!.]*{_REQUEST}")):
             try:
                 path.rename(path.with_suffix(_TAKEN))
-                request = EngineRequest.model_validate_json(
-                    path.with_suffix(_TAKEN).read_text(), strict=True
-                )
             except FileNotFoundError:  # it was withdrawn
                 continue
-            except ValidationError as error:
+            except OSError as error:
+                _warn_that_it_stays(path, error.strerror)
+                continue
+            try:
+                request = EngineRequest.model_validate_json(
+                    path.with_suffix(_TAKEN).read_bytes(), strict=True
+                )
+            # As a file of another user, it may be unreadable.
+            except (ValidationError, OSError) as error:
                 self.answer(path.stem, EngineAnswer(text=f"no request: {error}", done=False))
                 continue
             taken.append((path.stem, request))

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from agentrl.runs.engine_requests import (
     FOLDER,
     AskedRun,
@@ -77,3 +79,35 @@ def test_a_request_that_cannot_be_read_is_answered_with_the_reason(tmp_path: Pat
     assert answer is not None
     assert not answer.done
     assert "greater than or equal to 1" in answer.text
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"{", b"", b"[]", None])
+def test_whatever_lies_in_the_place_of_a_request_ends_no_run(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    asked = AskedRun(tmp_path, TWO)
+    (path,) = (tmp_path / FOLDER).iterdir()
+    path.unlink()
+    if content is None:
+        path.mkdir()  # as a file of somebody else, it cannot be read
+    else:
+        path.write_bytes(content)
+    assert not EngineRequests(tmp_path).take()
+    answer = asked.answer()
+    assert answer is not None
+    assert answer.text.startswith("no request: ")
+    assert not list((tmp_path / FOLDER).iterdir())
+
+
+def test_a_request_that_cannot_be_taken_is_said_once_and_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, asked = EngineRequests(tmp_path), AskedRun(tmp_path, TWO)
+    (path,) = (tmp_path / FOLDER).iterdir()
+    (path.with_suffix(".taken") / "in the way").mkdir(parents=True)
+    AskedRun(tmp_path, TWO)
+    assert len(run.take()) == 1
+    assert not run.take()
+    assert asked.withdraw()
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith(f"{path} cannot be taken (Is a directory): ")
