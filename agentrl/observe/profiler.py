@@ -59,6 +59,7 @@ class Profiler(AbstractContextManager["Profiler"]):
         self._begun: deque[tuple[str, float]] = deque()
         self._phase: tuple[str, float] | None = None
         self._recording: _Recording | None = None
+        self._answered: set[Path] = set()
 
     def __enter__(self) -> Self:
         if self._always:
@@ -96,7 +97,10 @@ class Profiler(AbstractContextManager["Profiler"]):
             self._stop()
         if self._folder.is_dir():
             # Names with a leading dot are files that are still being written.
-            for request in sorted(self._folder.glob(f"[!.]*{REQUEST}")):
+            requests = set(self._folder.glob(f"[!.]*{REQUEST}"))
+            # Those of another user's folder cannot be removed.
+            for request in sorted(requests - self._answered):
+                self._answered.add(request)
                 self._answer(request)
         return _TICK_SECONDS
 
@@ -110,7 +114,10 @@ class Profiler(AbstractContextManager["Profiler"]):
             seconds = float(request.read_text())
             self._recording = _Recording(request.with_suffix(SUFFIX), seconds)
         except (ConfigError, OSError, ValueError) as error:
-            write_whole(request.with_suffix(FAILED), f"{error}\n")
+            try:
+                write_whole(request.with_suffix(FAILED), f"{error}\n")
+            except OSError as unwritten:
+                logger.warning("%s cannot be answered: %s; %s", request, error, unwritten)
         remove_left(request)
 
     def _stop(self) -> None:

@@ -4,6 +4,7 @@ it is asked to.
 
 import asyncio
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -209,11 +210,15 @@ def test_weights_that_are_committed_while_requests_wait_are_no_time_of_sampling(
     assert newest_trace(tmp_path, [(1e9 + 50, 1e9 + 60)]) is None
 
 
-def wait_for(path: Path) -> Path:
+def wait_until(condition: Callable[[], object]) -> None:
     until = time.monotonic() + PATIENCE_SECONDS
-    while not path.exists():
-        assert time.monotonic() < until, f"there is no {path}"
+    while not condition():
+        assert time.monotonic() < until, "it has not come true"
         time.sleep(0.01)
+
+
+def wait_for(path: Path) -> Path:
+    wait_until(path.exists)
     return path
 
 
@@ -233,6 +238,21 @@ def test_a_live_run_records_when_a_file_asks_for_it_and_says_why_not(tmp_path, m
         assert "another trace" in wait_for(folder / "second.failed").read_text()
     assert (folder / "long.pftrace").exists()  # the run's end ends the trace
     assert not list(folder.glob("*.request"))
+
+
+def test_a_request_that_cannot_be_answered_is_said_once_and_ends_nothing(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("agentrl.observe.profiler._TICK_SECONDS", 0.01)
+    folder = tmp_path / FOLDER
+    (folder / "wrong.failed" / "in the way").mkdir(parents=True)  # as if it were another user's
+    (folder / "wrong.request").write_text("soon\n")
+    with Profiler(tmp_path, always=False):
+        wait_until(lambda: caplog.records)
+        (folder / "one.request").write_text("0.05\n")
+        wait_for(folder / "one.pftrace")
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith(f"{folder / 'wrong.request'} cannot be answered: ")
 
 
 def test_the_load_of_gpus_is_read_where_there_are_any(monkeypatch):
