@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -168,3 +169,34 @@ def test_a_source_that_returns_something_else_than_a_task_is_refused_by_name(ret
         ConfigError, match=r"the task source Wrong returned .* for the index 3, and not an"
     ):
         next_task(Wrong(), 3)
+
+
+@pytest.mark.parametrize(
+    ("seed", "name", "problem"),
+    [
+        (0.5, "t", r"seed is 0\.5: write an integer"),
+        (True, "t", "seed is True: write an integer"),
+        ("7", "t", "seed is '7': write an integer"),
+        (7, 7, "id is 7: write text"),
+        (7, "t\ud800", "id cannot be stored: .*half of a surrogate pair"),
+    ],
+)
+def test_a_task_that_could_not_be_read_back_is_refused_before_it_is_played(
+    seed: Any, name: Any, problem: str
+) -> None:
+    class Wrong:
+        def task(self, index: int) -> Task:
+            return Task("qa", seed, {}, name)
+
+    with pytest.raises(
+        ConfigError, match=f"source Wrong returned a task for the index 3 whose {problem}"
+    ):
+        next_task(Wrong(), 3)
+
+
+def test_seeds_of_any_size_and_of_numpy_are_integers() -> None:
+    class Source:
+        def task(self, index: int) -> Task:
+            return Task("qa", [2**70, -1, np.int64(3)][index], {}, "t")  # type: ignore[list-item]
+
+    assert [next_task(Source(), index).seed for index in range(3)] == [2**70, -1, 3]
