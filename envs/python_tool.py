@@ -222,7 +222,7 @@ _EXCEEDED = {
 }
 
 _HARNESS = """
-import ast, contextlib, io, linecache, sys, traceback
+import ast, contextlib, io, linecache, sys, traceback, types
 
 def run(code, scope):
     linecache.cache["code.py"] = (len(code), None, code.splitlines(keepends=True), "code.py")
@@ -233,7 +233,9 @@ def run(code, scope):
     if shown is not None:
         print(repr(shown))
 
-scope = {{"__name__": "__main__"}}
+# Python looks the module of a class up by its name, as pickle does.
+harness, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+scope = sys.modules["__main__"].__dict__
 try:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         for earlier in {earlier!r}:

@@ -256,7 +256,11 @@ def _program(trajectory: Trajectory, *, stripped: bool) -> str | None:
     found = marked or [block for block in blocks if not block.language]
     if not found:
         return None
-    return textwrap.dedent(found[-1].code) if stripped else found[-1].text
+    if not stripped:
+        return found[-1].text
+    code = found[-1].code
+    # `dedent` empties lines of spaces, also those inside of texts.
+    return textwrap.dedent(code) if code.lstrip("\r\n")[:1].isspace() else code
 
 
 def tests_of(task: Task, option: str) -> list[Test]:
@@ -312,13 +316,25 @@ def _harness(program: str, test: Call | str, mark: str) -> str:
     else:
         check = f"exec(compile({test!r}, 'test.py', 'exec'), scope)\nlast = ''"
     return f"""
-import json, os, sys
-scope = {{"__name__": "solution"}}
+import json, sys
+{_module("solution")}
 exec(compile({program!r}, "solution.py", "exec"), scope)
 {check}
 sys.stdout.flush()
 sys.stdout.write({mark!r} + last)
 """
+
+
+def _module(name: str) -> str:
+    """Python code that makes a module of this name, with its names in `scope`.
+
+    Python looks modules up by the name that their classes have: data classes whose annotations are
+    texts, pickle, and `typing.get_type_hints`.
+    """
+    return (
+        f"import types\nmodule = sys.modules[{name!r}] = types.ModuleType({name!r})\n"
+        "scope = module.__dict__"
+    )
 
 
 def _harness_of_checker(checker: str, mark: str) -> str:
@@ -327,7 +343,7 @@ def _harness_of_checker(checker: str, mark: str) -> str:
     """
     return f"""
 import json, sys
-scope = {{"__name__": "checker"}}
+{_module("checker")}
 exec(compile({checker!r}, "checker.py", "exec"), scope)
 said = scope["check"](**json.loads(sys.stdin.read()))
 if not isinstance(said, bool):

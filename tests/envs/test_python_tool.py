@@ -101,6 +101,16 @@ def test_names_stay_for_the_next_program_and_what_failed_leaves_nothing() -> Non
     play(main)
 
 
+def test_python_finds_the_module_of_a_programs_classes() -> None:
+    async def main(env: PythonTool) -> None:
+        program = "import pickle, typing\nclass Pair:\n    rest: 'Pair | None' = None"
+        assert await python(env, program) == "(nothing was printed)"
+        assert await python(env, "pickle.loads(pickle.dumps(Pair())).rest is None") == "True"
+        assert await python(env, "len(typing.get_type_hints(Pair))") == "1"
+
+    play(main)
+
+
 def test_limits_and_long_outputs_are_told() -> None:
     async def main(env: PythonTool) -> None:
         said = await python(env, "print('begun', flush=True)\nwhile True: pass")

@@ -76,6 +76,26 @@ def test_the_score_is_the_share_of_passed_tests() -> None:
         assert score.parts == {"all_passed": float(value == 1)}
 
 
+def test_python_finds_the_module_of_a_programs_classes() -> None:
+    linked = (
+        "from dataclasses import dataclass\n@dataclass\nclass Node:\n    value: int\n"
+        "    next: 'Node | None' = None\ndef f(x): return Node(x, Node(1)).next.value + x"
+    )
+    hints = (
+        "import typing\nclass Pair(typing.NamedTuple):\n    one: int\n    rest: 'Pair | None'\n"
+        "def f(x): return x + len(typing.get_type_hints(Pair)) - 1"
+    )
+    pickled = (
+        "import pickle\nclass Number:\n    def __init__(self, x): self.x = x\n"
+        "def f(x): return pickle.loads(pickle.dumps(Number(x))).x + 1"
+    )
+    tests = [{"call": "f", "args": [2], "returns": 3}, "assert f(1) == 2"]
+    asked = [answer(program, tests) for program in (linked, hints, pickled)]
+    checker = f"{linked}\ndef check(stdin, stdout, expected): return f(2) == 3"
+    asked.append(answer("print(1)", [{"stdin": "", "checker": checker}]))
+    assert [score.value for score in scores(asked)] == [1.0] * 4
+
+
 def test_all_or_nothing() -> None:
     config = CONFIG.model_copy(update={"all_or_nothing": True})
     asked = [answer("print(9)", SQUARE), answer("print(int(input()) ** 2)", SQUARE)]
@@ -105,6 +125,12 @@ def test_a_program_in_an_indented_block_runs() -> None:
     deeper = "- ~~~\n      print(int(input()) ** 2)\n  ~~~\n"
     asked = [trajectory(text, options={"tests": SQUARE}) for text in (program, deeper)]
     assert [score.value for score in scores(asked)] == [1.0, 1.0]
+
+
+def test_lines_of_spaces_in_a_text_of_the_program_stay() -> None:
+    program = 'def f(): return """a\n   \nb"""'
+    tests = [{"call": "f", "returns": "a\n   \nb"}]
+    assert scores([answer(program, tests)])[0].value == 1.0
 
 
 def test_a_test_may_call_a_method_and_a_builtin_is_no_function_of_the_program() -> None:
