@@ -13,6 +13,7 @@ from agentrl.envs.foreign import GlobalRng, check_known, load_package
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, OwnerOnly, StepResult
 from agentrl.settings.base import Settings
+from agentrl.tokens.arrays import at_least
 
 
 def scheme(rest: str) -> Callable[[], Env]:
@@ -88,7 +89,7 @@ class Gem(TextEnv):
             reward,
             terminated,
             truncated,
-            {"success": terminated and reward >= 1},
+            {"success": terminated and at_least(reward, 1)},
         )
 
     def close(self) -> None:

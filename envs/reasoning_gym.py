@@ -14,6 +14,7 @@ from agentrl.envs.foreign import GlobalRng, check_known, load_package
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, StepResult
 from agentrl.settings.base import Settings
+from agentrl.tokens.arrays import at_least
 
 MAX_ANSWER = 20_000
 """Most characters of an answer. A longer one is wrong without scoring it: some scorers take
@@ -91,7 +92,7 @@ class ReasoningGym(TextEnv):
         entry, self._entry = self._entry, None
         with self._global_rng.install():
             score = _score(self._data, _answer(action), entry)
-        info = {"success": score >= 1, "answer": _right_answer(entry)}
+        info = {"success": at_least(score, 1), "answer": _right_answer(entry)}
         return f"Score: {score:.3g}.", score, True, False, info
 
     def close(self) -> None:

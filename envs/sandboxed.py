@@ -21,6 +21,7 @@ from agentrl.protocols import (
 )
 from agentrl.sandbox.config import SandboxChoice
 from agentrl.sandbox.providers import borrow_provider, give_back_provider
+from agentrl.tokens.arrays import at_least
 
 LARGEST_FILE = 1 << 20
 """Bytes of a file that the model can read or edit."""
@@ -188,7 +189,7 @@ class SandboxedEnv(ToolEnv):
             reward = await self._judge()
         finally:
             await self._end()
-        done = reward >= 1
+        done = at_least(reward, 1)
         return ToolResult(
             "the test passed" if done else "the test failed",
             reward=reward,

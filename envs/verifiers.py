@@ -31,6 +31,7 @@ from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.protocols import Env, OwnerOnly, StepResult
 from agentrl.rollout.seeds import SPLITS
 from agentrl.settings.base import Settings
+from agentrl.tokens.arrays import at_least
 from agentrl.trajectory import unshared
 
 _LIMITS = (
@@ -200,7 +201,7 @@ class Verifiers(TextEnv):
                 break
             replies.insert(0, line(message)[1])
         info = {
-            "success": reward >= self._chosen.success_at,
+            "success": at_least(reward, self._chosen.success_at),
             "stop": why,
             "metrics": dict(output.get("metrics") or {}),
         }

@@ -26,6 +26,7 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, OwnerOnly, StepResult
 from agentrl.rollout.seeds import SPLITS
 from agentrl.settings.base import Settings
+from agentrl.tokens.arrays import at_least
 
 if TYPE_CHECKING:
     from aiohttp.web import Response
@@ -117,7 +118,7 @@ class VerifiersTaskset(TextEnv):
         self._episode = None
         reward, truncated = float(asked.reward), bool(asked.is_truncated)
         info = {
-            "success": reward >= self._chosen.success_at,
+            "success": at_least(reward, self._chosen.success_at),
             "stop": str(asked.stop_condition),
             "metrics": {name: value for name, value in asked.metrics.items() if value is not None},
         }

@@ -60,10 +60,19 @@ def test_what_is_equal_but_for_rounding_is_equal_and_what_is_not_finite_is_not()
     assert constant([])
     assert constant([math.inf, math.inf])
     assert at_least(0.7 + 0.2 + 0.1, 1.0)  # 0.9999999999999999
+    assert not at_least(math.nan, 1.0)
+    assert not at_least(-math.inf, 1.0)
     assert not constant([0.0, math.inf])
     assert settled(math.inf, math.inf) == math.inf
     assert constant([1e6, 1e6 + 1e-7])
     assert not constant([1e6, 1e6 + 1e-3])
+
+
+def test_a_score_that_misses_success_at_by_rounding_is_a_success() -> None:
+    part = RewardPart(None, "judge", success_at=0.8)
+    mean = (0.4 + 1.0 + 1.0) / 3  # 0.7999999999999999
+    assert part.verdict(Score(mean)) is True
+    assert part.verdict(Score(0.8 - 1e-6)) is False
 
 
 def test_a_group_whose_rewards_differ_by_rounding_is_not_mixed_and_gives_no_pair() -> None:

@@ -37,6 +37,7 @@ from agentrl.sandbox.archive import archive_of, files_of
 from agentrl.sandbox.config import AgentPlace
 from agentrl.sandbox.providers import borrow_provider, give_back_provider
 from agentrl.sandbox.shell_task import ShellTask, TaskSandboxes
+from agentrl.tokens.arrays import at_least
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class SandboxedAgent:
                 reward = await sandboxes.verdict(made)
         finally:
             await sandbox.close()
-        return AgentOutcome(reward, reward >= 1)
+        return AgentOutcome(reward, at_least(reward, 1))
 
     async def _check(self) -> None:
         """Refuse what cannot run here, before the first task."""

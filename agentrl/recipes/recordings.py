@@ -17,7 +17,7 @@ from agentrl.observe.run_images import RunImages
 from agentrl.recipes.foreign_recordings import read_foreign_recordings, rollout_files
 from agentrl.settings.base import COLDEST, Settings
 from agentrl.tasks.saved_rows import saved_rows
-from agentrl.tokens.arrays import floats, ints
+from agentrl.tokens.arrays import at_least, floats, ints
 from agentrl.tokens.placed_images import PlacedImage
 from agentrl.trajectory import (
     SEGMENT,
@@ -78,7 +78,7 @@ async def recorded(config: RecordingsConfig, renderer: TemplateRenderer) -> list
     found = [one for one in conversations if one.trajectory.turns]
     if not found:
         raise ConfigError(f"recipe.recordings.path: {path} has no conversations yet")
-    chosen = [one.trajectory for one in found if least is None or one.score >= least]
+    chosen = [one.trajectory for one in found if least is None or at_least(one.score, least)]
     if not chosen:
         scores = [one.score for one in found if not isnan(one.score)]
         best = f"the best has {max(scores):g}" if scores else "none has a score"

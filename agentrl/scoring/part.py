@@ -23,6 +23,7 @@ from agentrl.protocols.env import Isolation, isolation_of
 from agentrl.protocols.reward import GroupReward, Reward, RewardOffers, Rule
 from agentrl.scoring.returned import as_score, as_scores
 from agentrl.scoring.rule_pool import RulePool
+from agentrl.tokens.arrays import at_least
 from agentrl.trajectory import Score, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class RewardPart:
     def verdict(self, score: Score) -> bool | None:
         """True if this part's score means that the episode succeeded; None if it has no verdict."""
         if self.success_at is not None:
-            return score.value >= self.success_at
+            return at_least(score.value, self.success_at)
         return None if score.success is None else bool(score.success)
 
     @property

@@ -222,8 +222,8 @@ def above(number: float, other: float, scale: float = 0.0) -> bool:
 
 
 def at_least(number: float, bound: float, scale: float = 0.0) -> bool:
-    """True if a number reaches a bound, up to rounding."""
-    return not above(bound, number, scale)
+    """True if a number reaches a bound, up to rounding. NaN reaches none."""
+    return number >= bound or constant((number, bound), scale)
 
 
 def dimensions_of(value: object) -> int | None:

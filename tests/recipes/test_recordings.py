@@ -99,6 +99,8 @@ def test_a_least_score_chooses_what_is_imitated(tmp_path: Path) -> None:
         ConfigError, match=r"no conversation of .* score of at least 2.0: of 3, the best has 1"
     ):
         imitated(RecordingsConfig(path=folder, least_score=2))
+    rounded = written(tmp_path / "rounded", trajectories=[(said("good", "left"), 0.7 + 0.2 + 0.1)])
+    assert len(imitated(RecordingsConfig(path=rounded, least_score=1))) == 1
 
 
 def test_held_out_episodes_of_a_run_are_not_imitated(tmp_path: Path) -> None:
