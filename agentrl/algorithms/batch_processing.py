@@ -186,11 +186,7 @@ class BatchProcessing:
         """The group with the terms of its own members, and of those alone, in its scores."""
         weight = self._config.length_penalty
         if weight:
-            penalties = length_penalties(
-                [trajectory.num_tokens for trajectory in group.trajectories],
-                [succeeded(*pair) for pair in zip(group.trajectories, group.scores, strict=True)],
-            )
-            group = _add_terms(group, [weight * penalty for penalty in penalties])
+            group = _add_terms(group, [weight * penalty for penalty in _length_terms(group)])
         for part, multiplier in self.multipliers.items():
             costs = [score.parts.get(part, 0.0) for score in group.scores]
             group = _add_terms(group, [-multiplier * cost for cost in costs])
@@ -289,6 +285,23 @@ def length_penalties(lengths_G: Sequence[int], right_G: Sequence[bool | None]) -
         return [0.0] * len(lengths_G)
     terms_G = [0.5 - (length - shortest) / (longest - shortest) for length in lengths_G]
     return [term if right else min(0.0, term) for term, right in zip(terms_G, right_G, strict=True)]
+
+
+def _length_terms(group: Group) -> list[float]:
+    """The length penalty of each member, among the members of the same agent: the parts in a game
+    are not equally long.
+    """
+    agents_G = [trajectory.agent for trajectory in group.trajectories]
+    terms = {
+        part.trajectories[0].agent: iter(
+            length_penalties(
+                [trajectory.num_tokens for trajectory in part.trajectories],
+                [succeeded(*pair) for pair in zip(part.trajectories, part.scores, strict=True)],
+            )
+        )
+        for part in group.by_agent()
+    }
+    return [next(terms[agent]) for agent in agents_G]
 
 
 def _add_terms(group: Group, terms_G: Sequence[float]) -> Group:

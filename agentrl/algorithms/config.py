@@ -35,7 +35,7 @@ class BatchProcessingConfig(Settings):
     biases its gradient as `whiten` of `ppo` does; that of an environment also weighs the
     environments."""
     length_penalty: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """The reward that the longest member of a group loses to the shortest."""
+    """The reward that the longest member of a group loses to the shortest, of each agent."""
     overlong: Literal["train", "mask"] = "train"
     """The loss of truncated episodes: `train` on their tokens, or `mask` them. `mask` is biased,
     whatever the batch size: what led to them is never unlearned (0.09 of the gradient with 2 %

@@ -32,13 +32,13 @@ class PreferencesConfig(Settings):
     """A file or folder of rows with `chosen` and `rejected`, of any kind that `tasks.data` may be:
     chats, texts that answer a `prompt`, or texts of "Human:" and "Assistant:" (HH-RLHF). Rows of
     one `task` are held out together. Or the folder of a run: of two episodes of one task, the one
-    with the higher score is preferred."""
+    with the higher score is preferred, and each agent is compared with itself."""
     columns: dict[str, str] = Field(default_factory=dict)
     """As `tasks.columns`: `{prompt: input.messages, chosen: preferred_output, rejected:
     non_preferred_output}`.
     """
     pairs_per_task: int = Field(8, gt=0)
-    """Most pairs of one task, drawn at random, if `path` is the folder of a run."""
+    """Most pairs of one task (and agent), drawn at random, if `path` is the folder of a run."""
     held_out: float = Field(0.1, ge=0, lt=1)
     """Share of the pairs (of a run: of the tasks) that is not trained on, but used to measure
     accuracy.
@@ -200,11 +200,12 @@ def _parse_messages(
 
 
 def _read_run(folder: Path, pairs_per_task: int, rng: Random) -> Iterator[Preference]:
-    played: dict[str, list[Recorded]] = defaultdict(list)
+    # Agents have goals and prompts of their own, so each is compared with itself.
+    played: dict[tuple[str, str], list[Recorded]] = defaultdict(list)
     for one in read_recordings(folder):
         if not isnan(one.score):
-            played[one.trajectory.task.id].append(one)
-    for task, episodes in sorted(played.items()):
+            played[one.trajectory.task.id, one.trajectory.agent].append(one)
+    for (task, _), episodes in sorted(played.items(), key=lambda pair: pair[0]):
         differing = [
             (
                 (one.trajectory, other.trajectory)

@@ -154,6 +154,20 @@ def test_tokens_of_another_tokenizer_are_refused_by_sft_and_said_again_by_dpo(
     assert [message.content for message in pair.rejected] == ["Which way?", "right"]
 
 
+def test_pairs_of_a_run_are_of_one_agent_each(tmp_path: Path) -> None:
+    # Of each episode one agent has won, and both are of one task.
+    episodes = [
+        (replace(said(name, name), agent=agent), 1.0 if agent == winner else -1.0)
+        for name, winner in (("left", "asker"), ("right", "guesser"))
+        for agent in ("asker", "guesser")
+    ]
+    folder = written(tmp_path, trajectories=episodes)
+    pairs = read_preferences(PreferencesConfig(path=folder), Random(0))
+    assert {pair.task for pair in pairs} == {"which"}
+    compared = [[played.agent for played in pair.played] for pair in pairs if pair.played]
+    assert sorted(compared) == [["asker", "asker"], ["guesser", "guesser"]]
+
+
 ASKED = {"left": "Where is the sun in the morning?", "right": "Where is it in the evening?"}
 TOOLS = [
     {

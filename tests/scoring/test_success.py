@@ -4,6 +4,7 @@ import asyncio
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -96,6 +97,17 @@ def test_short_right_answers_get_the_bonus_of_the_length_penalty_by_the_score(
     group = group_of([Score(1.0), Score(1.0), Score(0.0), Score(0.0)], (2, 10, 2, 10), info)
     (changed,) = BatchProcessing(BatchProcessingConfig(length_penalty=1.0)).scores([group])
     assert changed.rewards_G == [1.5, 0.5, 0.0, -0.5]
+
+
+def test_the_length_penalty_compares_an_agent_with_itself() -> None:
+    scores, agents = [Score(1.0), Score(0.0)] * 2, ("a", "b", "b", "a")
+    group = group_of(scores, (10, 200, 100, 12), {})
+    named = tuple(
+        replace(t, agent=agent) for t, agent in zip(group.trajectories, agents, strict=True)
+    )
+    group = replace(group, trajectories=named)
+    (changed,) = BatchProcessing(BatchProcessingConfig(length_penalty=1.0)).scores([group])
+    assert changed.rewards_G == [1.5, -0.5, 1.5, -0.5]
 
 
 def test_a_penalty_does_not_turn_a_right_answer_into_a_wrong_one() -> None:
