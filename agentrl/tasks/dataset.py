@@ -47,8 +47,8 @@ class DatasetSettings(RowSettings):
     `Dataset.save_to_disk`, or a dataset of the Hugging Face hub (`owner/name`, with the extra
     `data`; once read, it is remembered and needs no network)."""
     split: str = "train"
-    """The split to train on: of a folder, the files in a folder of this name or whose names begin
-    with it.
+    """The split to train on: of a folder, the files in a folder of this name, or whose names (or
+    parts of them between dots) begin or end with it.
     """
     subset: str | None = None
     """The configuration of a dataset of the hub."""

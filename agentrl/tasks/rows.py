@@ -39,7 +39,8 @@ FILES = f"{', '.join(SUFFIXES)}, and texts compressed as {', '.join(_PACKED)}"
 """The same, for people."""
 _NOT_ROWS = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 """Names of the files that the package datasets writes beside rows."""
-_SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
+_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+_OTHER_NAMES_OF_SPLITS = {"training": "train", "testing": "test", "evaluation": "eval"}
 _TABLES = (
     "data",
     "rows",
@@ -61,6 +62,7 @@ _QUOTED = re.compile(r'"[^"]*"?')
 _KEY_END = re.compile(rb'"\s*:')
 """What ends each key of an object, and may stand in texts too."""
 _SHARD = re.compile(r"-\d+-of-\d+$")
+_BETWEEN_WORDS = re.compile(r"[-_ \d]+")
 _OTHER_FILES = {
     ".xlsx": ": save the sheet as CSV",
     ".xls": ": save the sheet as CSV",
@@ -122,8 +124,9 @@ def sources(
 ) -> list[RowSource]:
     """The files of one split of `data`, in order of their names, or the dataset of the hub.
 
-    In a folder these are the files in a folder of the split's name, or else those whose names begin
-    with it. A folder without splits has the split "train" only.
+    In a folder these are the files in a folder of the split's name, or else those whose names, or
+    parts of them between dots, begin or end with it. A folder without splits has the split "train"
+    only.
 
     Raises:
         ConfigError: there is nothing that can be read.
@@ -186,7 +189,7 @@ def _files_of_split(folder: Path, split: str, subset: str | None) -> list[Path]:
     # A copy of a dataset of the hub has its files in `data/`.
     if not there and split not in inner and (folder / "data").is_dir():
         return _files_of_split(folder / "data", split, None)
-    named = _files(folder / split) or [path for path in there if _whole_split(path) == split]
+    named = _files(folder / split) or [path for path in there if split in _name_parts(path)]
     if named := named or [path for path in there if _split_of(path) == split]:
         return named
     splits = {_split_of(path) for path in there}
@@ -231,19 +234,24 @@ def _saved_files(state: Path) -> set[str] | None:
         return None
 
 
-def _whole_split(path: Path) -> str:
-    """The split in the name of a file of the hub: `train_sft` of
-    `train_sft-00000-of-00003.parquet`.
+def _name_parts(path: Path) -> list[str]:
+    """The parts of a file's name between dots, without what the hub adds: `train_sft` and `parquet`
+    of `train_sft-00000-of-00003.parquet`.
     """
-    return _SHARD.sub("", path.name.split(".")[0])
+    return [_SHARD.sub("", part) for part in path.name.split(".")]
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that a file's name begins or ends with: `train-00000-of-00002.parquet`,
-    `gsm8k_test.jsonl`.
+    """The split that a part of a file's name begins or ends with: `train-00000-of-00002.parquet`,
+    `gsm8k_test.jsonl`, `math.test.v1.jsonl`.
     """
-    words = re.split("[-_]", _whole_split(path).casefold())
-    return next((word for word in (words[0], words[-1]) if word in _SPLITS), None)
+    for part in _name_parts(path):
+        words = [word for word in _BETWEEN_WORDS.split(part.casefold()) if word]
+        for word in (*words[:1], *words[-1:]):
+            named = _OTHER_NAMES_OF_SPLITS.get(word, word)
+            if named in _SPLITS:
+                return named
+    return None
 
 
 def rows_of(

@@ -24,6 +24,7 @@ from agentrl.errors import ConfigError
 from agentrl.runs.task_sources import fingerprints
 from agentrl.tasks.dataset import DatasetTasks
 from agentrl.tasks.permutation import Permutation
+from agentrl.tasks.rows import sources
 from agentrl.trajectory import Task
 
 
@@ -529,6 +530,31 @@ def test_data_may_not_set_what_decides_what_code_runs_unless_its_column_is_named
         path, [{"prompt": "x", "limits": {"wall": 3.0}}, {"prompt": "y", "limits": {"wall": 2.0}}]
     )
     assert len(tasks(path, columns={"prompt": "prompt", "limits": "limits"})) == 1
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("math.train.jsonl", "math.test.jsonl"),
+        ("math.v1.train.jsonl", "math.v1.test.jsonl.gz"),
+        ("math_train.v1.jsonl", "math_test.v1.jsonl"),
+        ("train1.jsonl", "test1.jsonl"),
+        ("my train.jsonl", "my test.jsonl"),
+        ("training.jsonl", "testing.jsonl"),
+    ],
+)
+def test_no_file_whose_name_says_test_is_trained_on(tmp_path: Path, train: str, test: str) -> None:
+    for name in (train, test):
+        (tmp_path / name).touch()
+    for split, name in (("train", train), ("test", test)):
+        assert sources(str(tmp_path), split) == [tmp_path / name]
+
+
+def test_a_file_for_validation_beside_one_without_a_split_is_not_trained_on(tmp_path: Path) -> None:
+    for name in ("problems.jsonl", "val.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="no files of the split 'train': it has val"):
+        sources(str(tmp_path), "train")
 
 
 def test_the_splits_of_a_folder_are_its_folders_or_the_beginnings_of_names(tmp_path: Path) -> None:
