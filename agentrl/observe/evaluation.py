@@ -8,7 +8,7 @@ import math
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -82,11 +82,11 @@ class Evaluation:
         by_task = defaultdict[str, list[tuple[Trajectory, Score]]](list)
         for trajectory, score in self.scored:
             by_task[trajectory.task.id.rpartition("/")[0]].append((trajectory, score))
-        verdicts_by_task: dict[str, list[bool]] = {}
+        shares: list[float] = []
         means: list[float] = []
-        for task, scored in by_task.items():
+        for scored in by_task.values():
             if known := verdicts(scored):
-                verdicts_by_task[task] = known
+                shares.append(fmean(known))
             if values := score_values(scored):
                 means.append(fmean(values))
         metrics = {
@@ -96,10 +96,9 @@ class Evaluation:
             "failed": float(len(self.failed)),
             **same_answers([trajectory for trajectory, _ in self.scored]),
         }
-        shares = [fmean(known) for known in verdicts_by_task.values()]
         intervals = {"success": share_over_tasks(shares), "reward": mean_over_tasks(means)}
         if self.samples > 1:
-            complete, by_k = passes(verdicts_by_task, self.samples)
+            complete, by_k = passes(self._verdicts_by_player(), self.samples)
             metrics["pass_tasks"] = float(complete)
             intervals |= {f"pass@{k}": interval for k, interval in by_k.items()}
         for name, interval in intervals.items():
@@ -107,6 +106,16 @@ class Evaluation:
             metrics[f"{name}_low"] = interval.low
             metrics[f"{name}_high"] = interval.high
         return metrics
+
+    def _verdicts_by_player(self) -> Mapping[Hashable, list[bool]]:
+        """The verdicts on each agent's answers to each task: k games of an agent are k answers, and
+        those of its opponents in them are no more answers.
+        """
+        by_player = defaultdict[Hashable, list[tuple[Trajectory, Score]]](list)
+        for trajectory, score in self.scored:
+            task = trajectory.task.id.rpartition("/")[0]
+            by_player[task, trajectory.agent].append((trajectory, score))
+        return {player: verdicts(scored) for player, scored in by_player.items()}
 
     def _mean_turns(self) -> float:
         turns = [len(trajectory.turns) for trajectory, _ in self.scored]

@@ -69,7 +69,9 @@ def share_over_tasks(values: Sequence[float]) -> Interval:
     return Interval(found.value, max(0.0, low), min(1.0, high))
 
 
-def passes(by_task: Mapping[str, Sequence[bool]], samples: int) -> tuple[int, dict[int, Interval]]:
+def passes(
+    by_task: Mapping[Hashable, Sequence[bool]], samples: int
+) -> tuple[int, dict[int, Interval]]:
     """pass@k for k = 1, 2, 4, ... up to `samples`, all of the same tasks, and how many these are:
     those of which enough answers are known for the largest k. NaN if there are none.
     """

@@ -350,7 +350,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
             "Share of its tasks of which one of k answers succeeds, without bias."
         ),
         "eval/<suite>/pass_tasks": (
-            "The tasks of all `pass@k`: enough of their answers are known for the largest k."
+            "The tasks of all `pass@k`: enough of their answers are known for the largest k. With"
+            " several agents, a task counts once for each."
         ),
         "eval/<suite>/reward": "Mean score over its tasks.",
         "eval/<suite>/<metric>_low": "Lower end of the 95 % interval, over tasks.",

@@ -156,6 +156,20 @@ def test_what_is_unknown_is_no_failure_in_any_figure() -> None:
     assert [(one.success, one.score) for one in report.episodes] == [(None, None), (True, 0.5)]
 
 
+def test_pass_at_k_is_of_the_answers_of_one_agent() -> None:
+    def game(sample: int, agent: str) -> tuple[Trajectory, Score]:
+        task = Task("duel", 0, {}, f"wide/0/{sample}")
+        won = played({"success": agent == "first"})
+        return replace(won, task=task, agent=agent), Score(1.0)
+
+    games = [(game(sample, "first"), game(sample, "second")) for sample in range(2)]
+    whole = Evaluation((*games[0], *games[1]), (), "wide", samples=2).metrics()
+    assert (whole["eval/wide/pass@2"], whole["eval/wide/pass_tasks"]) == (0.5, 2.0)
+    # Of one game, both agents' answers are known: these are not two answers.
+    half = Evaluation(games[0], (games[1][0][0],), "wide", samples=2).metrics()
+    assert half["eval/wide/pass_tasks"] == 0.0
+
+
 def test_a_program_without_a_verdict_succeeds_by_the_runs_reward() -> None:
     scores = [Score(1.0), Score(1.0), Score(0.0), Score(1.0)]
     metrics = rollout_metrics([group_of(scores, (2, 2, 2, 2), {"reward/own": 1.0})], 0)
