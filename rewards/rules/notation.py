@@ -69,6 +69,8 @@ _NAMED_MINUS = re.compile(
     r"(?<![\d)}\]$%] )(?<!\b[A-Za-z] )\b(?i:minus|negative) "
     r"(?=\\?\$?(?:\.?\d|\\(?:[dt]?frac|sqrt|pi)\b))"
 )
+# "-$5" is "$-5", but "$3-$5" is none, and nor is what follows a formula.
+_SIGN_OF_MONEY = re.compile(r"(?<![\w$)}\]])([-+])(\\?[$€£¥₹])(?=\.?\d)")
 
 # Every repetition is bounded, so that no text makes these slow.
 _GROUPED = re.compile(
@@ -158,6 +160,7 @@ def _ascii(text: str) -> str:
     text = _VULGAR.sub(_write_vulgar_fraction, text)
     text = _OTHER_DIGIT.sub(lambda found: str(unicodedata.decimal(found[0], found[0])), text)
     text = _NAMED_MINUS.sub("-", _NAMED_PI.sub(r"\\pi ", _PYTHON_POWER.sub("^", text)))
+    text = _SIGN_OF_MONEY.sub(r"\2\1", text)
     # math-verify reads 2 in 2^-1
     text = _NEGATIVE_POWER.sub(r"^{\1}", text)
     text = _WRAPPED_E.sub(r"\1\2\3\4\5", text).replace(r"\bmod", r"\mod")

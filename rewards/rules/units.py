@@ -111,7 +111,8 @@ _POWER = re.compile(r"\s*(?:\^|\*\*)\s*[{(]?\s*(-?\d)\s*[)}]?")
 _MONEY = re.compile(r"[$€£¥₹]\s*-?$")
 
 _MEASURE = re.compile(
-    r"\s*\\?[$€£¥₹]?\s*([-+−]?\d[\d.,]*)\s*(?:°|\^\s*\{?\s*\\circ\s*\}?)?[A-Za-z\s]*\.?\s*"
+    r"\s*([-+−](?=\\?[$€£¥₹]))?\\?[$€£¥₹]?\s*((?(1)|[-+−]?)\d[\d.,]*)"
+    r"\s*(?:°|\^\s*\{?\s*\\circ\s*\}?)?[A-Za-z\s]*\.?\s*"
 )
 
 
@@ -149,7 +150,7 @@ def unit_of(text: str) -> Unit:
 def without_unit(text: str) -> str:
     """The number alone, where a text is a number with a unit and nothing more; else the text."""
     measure = _MEASURE.fullmatch(text)
-    return measure[1] if measure and unit_of(text) else text
+    return (measure[1] or "") + measure[2] if measure and unit_of(text) else text
 
 
 def _read_units(text: str) -> Unit:

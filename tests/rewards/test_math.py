@@ -527,6 +527,12 @@ def test_an_answer_is_paid_exactly_where_it_equals_the_right_one(gold, right, wr
     assert {answer: judge(answer, gold) for answer in wrong} == dict.fromkeys(wrong, 0.0)
 
 
+def test_a_sign_before_a_currency_is_that_of_the_number():
+    for gold, answer in ((-5, "The loss is -$5."), ("-$5", "-5"), ("-\\$5", "-$5"), (-5, "-€5")):
+        assert judge(answer, gold) == 1.0, gold
+    assert judge("-$5$", 5) == judge("-$5", 5) == judge("$5", -5) == 0.0
+
+
 @pytest.mark.parametrize(
     ("gold", "why"),
     [
@@ -549,6 +555,8 @@ def test_a_right_answer_that_is_no_mathematics_is_an_error(gold, why):
     ("written", "read"),
     [
         ("−5", "-5"),
+        ("-$5 and −€.5", "$-5 and €-.5"),
+        ("$3-$5, $a$-$5$", "$3-$5, $a$-$5$"),
         ("１２，３４５", "12,345"),
         ("٣", "3"),
         ("1½", r"\frac{3}{2}"),

@@ -211,6 +211,12 @@ def test_a_number_is_read_as_it_was_written(value, form):
     )
 
 
+def test_a_sign_before_a_currency_is_that_of_the_number():
+    for text in ("It lost -$1,200.50.", "−€1200.50", "-\\$1200.50", "negative $1200.50"):
+        assert last_number(text) == -1200.5
+    assert last_number("from $3-$5") == last_number("10 - $5") == 5
+
+
 def test_tool_use_counts_malformed_refused_and_repeated_calls():
     price, wrong = ToolCall("price", {"shop": "north"}).render(), ToolCall("pric", {}).render()
     said = trajectory(
