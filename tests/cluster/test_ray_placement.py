@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from agentrl.assembly import open_cluster
 from agentrl.cluster import ray_cluster, ray_placement
@@ -22,6 +21,7 @@ from tests.cluster.fake_gpus import Seeing, probe_fakes
 from tests.cluster.shared_ray import join_shared_ray
 
 pytestmark = pytest.mark.slow
+ray = pytest.importorskip("ray")
 
 
 @pytest.fixture(autouse=True)
