@@ -10,6 +10,7 @@ from agentrl.errors import ConfigError, PluginError
 from agentrl.protocols import Env, OwnerOnly, Sandbox, StepReply
 from agentrl.sandbox.harbor.task import named_folder, read_task, task_folders
 from agentrl.sandbox.harbor.trial import HarborTrial, TrialSettings
+from agentrl.settings.base import NameText
 
 
 def scheme(rest: str) -> Callable[[], Env]:
@@ -43,7 +44,7 @@ class Harbor(SandboxedEnv):
         verifier: Annotated[Literal["task", "fresh"], OwnerOnly()] = "task"
         """`fresh` runs every verifier in a sandbox of its own, with the working folder and the
         artifacts. By default the task says; in the agent's own, the agent can forge the verdict."""
-        reward: str = "reward"
+        reward: NameText = "reward"
         """Which one of the verifier's rewards counts."""
 
     restorable = False  # a trial has sandboxes of its own

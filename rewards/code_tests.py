@@ -16,7 +16,7 @@ from agentrl.rewards.outputs import Comparison, same_output
 from agentrl.sandbox.outcome import Outcome, Ran, SandboxLost
 from agentrl.sandbox.pool import ProgramSandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
-from agentrl.settings.base import Settings
+from agentrl.settings.base import NameText, Settings
 from agentrl.trajectory import Score, Task, Trajectory
 
 
@@ -107,7 +107,7 @@ class CodeTests:
     class Config(Settings):
         """The place of the tests, and the limits of a program."""
 
-        tests: str = "tests"
+        tests: NameText = "tests"
         """The task's option with the list of tests."""
         sandbox: SandboxConfig = SandboxConfig(limits=SandboxLimits(wall=10.0, cpu=5.0))
         """The sandbox, with the limits of one test."""

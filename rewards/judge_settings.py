@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from agentrl.settings.base import Settings
+from agentrl.settings.base import NameText, Settings
 
 
 class JudgeSettings(Settings):
@@ -14,9 +14,9 @@ class JudgeSettings(Settings):
 
     url: str
     """The endpoint's address without `/chat/completions`. If it has no path, `/v1` is added."""
-    model: str | None = None
+    model: NameText | None = None
     """Name of the judging model; by default the first that the endpoint lists."""
-    api_key_env: str | None = None
+    api_key_env: NameText | None = None
     """Environment variable that holds the bearer key. The key itself is never written to a file."""
     temperature: float | None = Field(default=0.0, ge=0)
     """Sampling temperature; null sends none, for endpoints that refuse it."""

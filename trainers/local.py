@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from agentrl.settings.base import NameText
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.settings import TrainerSettings
 
@@ -18,5 +19,5 @@ class LocalTrainer(GroupTrainer):
     class Config(TrainerSettings):
         """The settings of every trainer, and the device."""
 
-        device: str = "auto"
+        device: NameText = "auto"
         """A torch device, or "auto": the first GPU, else the CPU."""

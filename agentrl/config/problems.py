@@ -83,6 +83,11 @@ def explained(
                 f"{path}: {problem['input']!r} is no text{where}: put quotes around it"
                 f" ({path}=\"'...'\" for a shell)"
             )
+        elif problem["type"] == "path_type":
+            line = (
+                f"{path}: {problem['input']!r:.80} is no path{where}: write that of a file or"
+                " folder (. is the current one), or leave the setting out"
+            )
         elif problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
             tag, context = ", ".join(found.tags), problem["ctx"]
             wrong = f"there is no {context['tag']!r}" if "tag" in context else "missing"

@@ -27,7 +27,7 @@ from agentrl.protocols.recipe import RecipeOffers
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.scoring.config import RewardsConfig
-from agentrl.settings.base import PathText, Settings
+from agentrl.settings.base import NameText, PathText, Settings
 from agentrl.settings.yaml_values import to_yaml
 from agentrl.simulate.config import SimulationConfig
 from agentrl.tasks.env_config import ComponentField, EnvConfig, OneEnv, RewardsField
@@ -67,7 +67,7 @@ class ModelConfig(RendererConfig):
     `tiny`, `small` or `tiny_vision` (which sees), which are randomly initialised at the start. An
     existing folder comes first.
     """
-    revision: str | None = None
+    revision: NameText | None = None
     """Branch, tag or commit of a model on the hub; by default its newest. A run stays with the
     commit that it began with."""
     hf_overrides: dict[str, Any] = Field(default_factory=dict)

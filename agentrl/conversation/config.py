@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from agentrl.settings.base import Settings
+from agentrl.settings.base import NameText, Settings
 
 
 class RendererConfig(Settings):
@@ -16,12 +16,12 @@ class RendererConfig(Settings):
     is new. `template` renders the whole conversation at every turn, as the model's chat template
     does: if that strips earlier reasoning, the conversation forks at every turn, and every prompt
     is computed again."""
-    renderer: str = "auto"
+    renderer: NameText = "auto"
     """The source of the rules. `template`: the model's chat template. A family of the library
     `renderers`, by its name (such as `qwen3`, `glm-4.5`, `gpt-oss`). `auto`: the family that writes
     the same tokens as the template, if there is one, else the template. Or another renderer, by the
     name of its plug-in or `package.module:Name`."""
-    tool_format: str = "auto"
+    tool_format: NameText = "auto"
     """The format of calls of tools. `auto`: as the family or the template writes them. `canonical`:
     tools are described in the system message, and called as `<tool_call>{"name": ..., "arguments":
     ...}</tool_call>`. Or a registered format: those of the library `renderers` (`qwen3`, `qwen3.5`,

@@ -34,7 +34,7 @@ from agentrl.net.http_client import proxy_note
 from agentrl.net.openai_wire import CompletionAnswer, GeneratedAnswer, ServedModels
 from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import Engine, EngineOffers, EngineStats, GenerateRequest
-from agentrl.settings.base import Settings
+from agentrl.settings.base import NameText, Settings
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tokens.arrays import floats, ints
 from agentrl.trajectory import Completion
@@ -67,9 +67,9 @@ class OpenAIEngine(Engine):
 
         url: str = Field(pattern=r"^https?://")
         """Address of the server without `/v1`, such as `http://localhost:8000`."""
-        model: str | None = None
+        model: NameText | None = None
         """Name of the served model; by default the first one that the server lists."""
-        api_key_env: str | None = None
+        api_key_env: NameText | None = None
         """Environment variable that holds the bearer key."""
         max_context: int | None = Field(default=None, ge=2)
         """Largest prompt plus completion, in tokens; by default the `max_model_len` that the server

@@ -15,7 +15,7 @@ from agentrl.models.source import description_folder
 from agentrl.package.distribution import install_command
 from agentrl.placement.devices import GIB, DeviceKind
 from agentrl.placement.footprint import EngineLayout
-from agentrl.settings.base import Settings
+from agentrl.settings.base import NameText, Settings
 from agentrl.settings.precision import EngineDtype, resolve_dtype
 
 INSTALL_HINT = (
@@ -120,7 +120,7 @@ class VllmSettings(Settings):
     `{block_size: 32, attention_backend: FLASHINFER}`. Refused are those that agentrl sets, and
     those under which tokens and logprobs would not be those that are trained on."""
 
-    log: str | None = None
+    log: NameText | None = None
     """The file of vLLM's own log, in which `{role}` and `{number}` stand for those of the engine.
     In a run by default `logs/{role}-{number}.log` of its folder."""
 

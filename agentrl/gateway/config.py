@@ -4,26 +4,26 @@ from typing import Literal
 
 from pydantic import Field
 
-from agentrl.settings.base import Settings
+from agentrl.settings.base import NameText, Settings
 
 
 class GatewayConfig(Settings):
     """The address at which agents reach the run, and the limits of their requests."""
 
-    host: str = "127.0.0.1"
+    host: NameText = "127.0.0.1"
     """The address that it listens on. Agents on other machines need another one than the default,
     which is this machine alone; each request needs the key of an episode."""
     port: int = Field(0, ge=0, le=65535)
     """The port; 0: any free one."""
-    url: str | None = None
+    url: NameText | None = None
     """The address that agents are given, if it is not that of `host` and `port`: that of a proxy,
     or of a container.
     """
-    model: str = Field("policy", min_length=1)
+    model: NameText = "policy"
     """The policy's name. The policy answers to any name; but if an episode calls it by this one,
     what it asks of others (a small model that writes titles) is not trained on and costs no turn.
     """
-    token_env: str | None = None
+    token_env: NameText | None = None
     """The environment variable with the token that agents elsewhere (`env: agent:remote`) show to
     get tasks. Needed unless the gateway listens on this machine alone."""
     network: Literal["open", "gateway"] = "open"

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from agentrl.settings.base import Settings
+from agentrl.settings.base import NameText, Settings
 
 
 class ObserveConfig(Settings):
@@ -11,7 +11,7 @@ class ObserveConfig(Settings):
     notes: str = ""
     """The purpose of this run, in words, for the page of `agentrl view`. What is known later may be
     written into the file `notes.md` of the run's folder."""
-    tags: tuple[str, ...] = ()
+    tags: tuple[NameText, ...] = ()
     """Words to find the run by, such as `[baseline, seed-3]`: in `agentrl view`, and as tags in
     trackers.
     """

@@ -17,7 +17,7 @@ from uuid import uuid4
 from agentrl.errors import ConfigError
 from agentrl.package.distribution import install_command
 from agentrl.protocols import EpisodeSample, HowEnded
-from agentrl.settings.base import Settings
+from agentrl.settings.base import NameText, Settings
 
 _COLUMNS = [field.name for field in fields(EpisodeSample)]
 _DEFAULT_PROJECT = "agentrl"
@@ -29,12 +29,12 @@ class TrackerSettings(Settings):
     A run is tagged with `observe.tags`, too, in each tracker whose settings are of this class.
     """
 
-    project: str | None = None
+    project: NameText | None = None
     """The project; by default that of the tracker's own files and variables, such as
     `WANDB_PROJECT` and `COMET_PROJECT_NAME`."""
-    group: str | None = None
+    group: NameText | None = None
     """The group of runs."""
-    tags: tuple[str, ...] = ()
+    tags: tuple[NameText, ...] = ()
     """Tags, beside those of the run (`observe.tags`)."""
 
     def tagged(self, tags: Iterable[str]) -> Self:
@@ -45,7 +45,7 @@ class TrackerSettings(Settings):
 class AccountSettings(TrackerSettings):
     """The same, for trackers whose projects belong to somebody."""
 
-    entity: str | None = None
+    entity: NameText | None = None
     """The user, team or workspace that owns the project; by default that of the tracker's own files
     and variables, such as `WANDB_ENTITY` and `COMET_WORKSPACE`, or your own."""
 
@@ -94,9 +94,9 @@ class Wandb:
     class Config(AccountSettings):
         """Settings of the tracker `wandb`."""
 
-        group: str | None = None
+        group: NameText | None = None
         """The group of runs; by default `WANDB_RUN_GROUP`."""
-        tags: tuple[str, ...] = ()
+        tags: tuple[NameText, ...] = ()
         """Tags, beside those of the run (`observe.tags`) and of `WANDB_TAGS`."""
 
     def __init__(
@@ -175,13 +175,13 @@ class MLflow:
     class Config(TrackerSettings):
         """Settings of the tracker `mlflow`."""
 
-        project: str | None = None
+        project: NameText | None = None
         """The experiment; by default that of `MLFLOW_EXPERIMENT_NAME` or `MLFLOW_EXPERIMENT_ID`, or
         `agentrl`.
         """
-        group: str | None = None
+        group: NameText | None = None
         """The run's tag `group`."""
-        tags: tuple[str, ...] = ()
+        tags: tuple[NameText, ...] = ()
         """Tags, beside those of the run (`observe.tags`): `name=value`, or `name` alone."""
 
     def __init__(
@@ -274,11 +274,11 @@ class Trackio:
     class Config(TrackerSettings):
         """Settings of the tracker `trackio`."""
 
-        project: str | None = _DEFAULT_PROJECT
+        project: NameText | None = _DEFAULT_PROJECT
         """The project."""
-        space: str | None = None
+        space: NameText | None = None
         """The Space to log to; by default `TRACKIO_SPACE_ID`, or none."""
-        tags: tuple[str, ...] = ()
+        tags: tuple[NameText, ...] = ()
         """Tags, beside those of the run (`observe.tags`). Trackio knows none: they stand in the
         run's config there.
         """
@@ -336,7 +336,7 @@ class Comet:
     class Config(AccountSettings):
         """Settings of the tracker `comet`."""
 
-        group: str | None = None
+        group: NameText | None = None
         """The value `group` of the experiment."""
 
     def __init__(

@@ -35,7 +35,7 @@ from agentrl.rollout.episode import EnvEpisodeRunner, ScriptedPolicy
 from agentrl.rollout.next_task import next_task
 from agentrl.runs.run import Run
 from agentrl.runs.task_sources import task_source
-from agentrl.settings.base import COLDEST, Settings
+from agentrl.settings.base import COLDEST, NameText, Settings
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import UNSCORED, Task, Trajectory, succeeded, unshared
 
@@ -48,7 +48,7 @@ _Player = Callable[[Any, Random], str | Awaitable[str]]
 class DemonstrationsConfig(Settings):
     """Episodes of a scripted player that the model imitates before reinforcement learning."""
 
-    player: str
+    player: NameText
     """`package.module:function`, called with (environment, random.Random), returning the next
     action. For a program (`env: agent:...`) it is called with the text of the prompt instead of an
     environment."""
@@ -56,7 +56,7 @@ class DemonstrationsConfig(Settings):
     """Keyword arguments of the player, such as `{skill: 0.7}` of the weak players of the built-in
     environments.
     """
-    summaries: str | None = None
+    summaries: NameText | None = None
     """`package.module:function`, called as the player is, answers requests for summaries: the
     demonstrations are then played with `rollout.context`, which has to be `summary`. Without it,
     and with `scratchpad`, they show whole conversations."""

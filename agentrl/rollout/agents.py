@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from agentrl.errors import ConfigError, EnvError
-from agentrl.settings.base import Settings
+from agentrl.settings.base import NameText, Settings
 
 SINGLE_AGENT = ("",)
 """The agents of an environment that names none: a single one without a name."""
@@ -52,7 +52,7 @@ class ScriptedRoute(Settings):
     """A function that reads the live environment, as for demonstrations."""
 
     name: Literal["scripted"] = "scripted"
-    player: str
+    player: NameText
     """`package.module:function`, called with (environment, random.Random), returning the next
     action. It reads the environment object itself, so the environment must run locally, not behind
     HTTP."""

@@ -39,7 +39,7 @@ class Settings(BaseModel):
     Numbers are finite and not larger than `LARGEST`, also in mappings and lists. A field of which
     infinity is a sensible value says so: `Field(math.inf, allow_inf_nan=True)`. "No limit" is
     better written as `float | None`. In paths (`Path`, `PathText`), also in mappings and lists, `~`
-    is the user's home folder.
+    is the user's home folder, and an empty text is an error, as it is in names (`NameText`).
     """
 
     model_config = ConfigDict(
@@ -90,19 +90,23 @@ class Settings(BaseModel):
         """
         if isinstance(data, Mapping):
             return {
-                key: cls._bool_as_text(key, value)
+                key: cls._unmistaken(key, value)
                 for key, value in data.items()
                 if value is not None or not cls._is_section(key)
             }
         return {} if data is None else data
 
     @classmethod
-    def _bool_as_text(cls, key: str, value: Any) -> Any:
-        """True and false as texts where a number belongs, so that they are refused: Pydantic reads
-        `steps: yes` as 1.
+    def _unmistaken(cls, key: str, value: Any) -> Any:
+        """The value, or one that is refused in place of what Pydantic would take for another: true
+        for the number 1 (`steps: yes`), an empty text for the path of the current folder.
         """
-        field = cls.model_fields.get(key) if isinstance(value, bool) else None
-        return str(value) if field is not None and _is_number(field.annotation) else value
+        field = cls.model_fields.get(key)
+        if field is None:
+            return value
+        if isinstance(value, bool) and _is_number(field.annotation):
+            return str(value)
+        return _no_empty_paths(value) if _is_path(field.annotation) else value
 
     @classmethod
     def _is_section(cls, key: str) -> bool:
@@ -145,6 +149,29 @@ def _is_free(annotation: Any) -> bool:
     return annotation is Any or any(map(_is_free, get_args(annotation)))
 
 
+def _is_path(annotation: Any) -> bool:
+    """True if a setting of this type holds paths, which texts are read as."""
+    kind = get_origin(annotation) or annotation
+    return kind is Path or any(map(_is_path, get_args(annotation)))
+
+
+class _EmptyPath:
+    """An empty text where a path belongs, which is none."""
+
+    def __repr__(self) -> str:
+        return "''"
+
+
+def _no_empty_paths(value: Any) -> Any:
+    if isinstance(value, str) and not value:
+        return _EmptyPath()
+    if type(value) is dict:
+        return {key: _no_empty_paths(one) for key, one in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(map(_no_empty_paths, value))
+    return value
+
+
 def _is_number(annotation: Any) -> bool:
     """True if a setting of this type may be a number, and neither true nor false nor a text."""
     kinds, open_kinds = set[Any](), [annotation]
@@ -176,7 +203,11 @@ def in_home(value: Any) -> Any:
     return value
 
 
-PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+NameText = Annotated[str, Field(min_length=1)]
+"""The name of something that is looked up elsewhere, where an empty text would mean none, any, or
+whatever comes first.
+"""
+PathText = Annotated[NameText, AfterValidator(os.path.expanduser)]
 """A path as text: where something else may be written too, such as the name of a model on the hub.
 """
 

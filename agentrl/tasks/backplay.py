@@ -27,7 +27,7 @@ from agentrl.conversation.chats import as_json
 from agentrl.errors import ConfigError
 from agentrl.hosting.beginnings import BEGIN, Beginning, GivenTurn
 from agentrl.rollout.seeds import derive_seed
-from agentrl.settings.base import Settings
+from agentrl.settings.base import NameText, Settings
 from agentrl.tasks.saved_rows import saved_rows
 from agentrl.tokens.arrays import at_least
 from agentrl.trajectory import SEGMENT, Message, Task, ToolCall
@@ -68,7 +68,7 @@ class Backplay:
         path: Path
         """The folder of the run that has played the episodes. It must not go on: a resume on other
         episodes than a run has begun with is refused."""
-        recorded_env: str | None = None
+        recorded_env: NameText | None = None
         """The environment's name in the recordings; by default the name it has here."""
         success_at: float = 0.5
         """An episode with at least this score has succeeded: those that are recorded, and those

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
 from agentrl.hosting.client_options import marked_options
 from agentrl.protocols.env import options_class_of, shows_images
 from agentrl.rollout.seeds import derive_seed, split_seed
-from agentrl.settings.base import Settings
+from agentrl.settings.base import NameText, Settings
 from agentrl.settings.faults import Fault, faults
 from agentrl.tasks.columns import advice, answer_advice, format_names
 from agentrl.tasks.permutation import Permutation
@@ -42,22 +42,22 @@ class DatasetSettings(RowSettings):
     dataset, data: ...}`.
     """
 
-    data: str = Field(min_length=1)
+    data: NameText
     """A file (`.jsonl`, `.json`, `.parquet`, `.csv`), a folder of such files or of
     `Dataset.save_to_disk`, or a dataset of the Hugging Face hub (`owner/name`, with the extra
     `data`; once read, it is remembered and needs no network)."""
-    split: str = "train"
+    split: NameText = "train"
     """The split to train on: of a folder, the files in a folder of this name, or whose names (or
     parts of them between dots) begin or end with it.
     """
-    subset: str | None = None
+    subset: NameText | None = None
     """The configuration of a dataset of the hub."""
-    revision: str | None = None
+    revision: NameText | None = None
     """The version of a dataset of the hub: a branch, a tag or a commit."""
     held_out: float | str = 0.05
     """The rows that are evaluated and not trained on: a share of the rows (the same whatever the
     run's seed), another file or folder, or another split of `data`."""
-    key: tuple[str, ...] = ()
+    key: tuple[NameText, ...] = ()
     """Columns (by their new names) that tell tasks apart. Rows with equal ones are the same task,
     and are trained on or held out together. By default `prompt`, and in data without it all but
     `id`."""

@@ -28,7 +28,7 @@ from agentrl.rollout.agents import AgentRoute
 from agentrl.rollout.budget import OwnBudget
 from agentrl.sandbox.config import AgentPlace
 from agentrl.scoring.config import RewardsConfig
-from agentrl.settings.base import Settings
+from agentrl.settings.base import NameText, Settings
 
 ComponentField = Annotated[InstanceOf[Component], PlainSerializer(Component.dump)]
 RewardsField = Annotated[InstanceOf[RewardsConfig], PlainSerializer(RewardsConfig.dump)]
@@ -62,11 +62,11 @@ class OneEnv(Settings):
     """
     wrappers: tuple[WrapperField, ...] = ()
     """Wrappers around it, each around those before: `time_limit`, `action_format`, or your own."""
-    python: str | None = None
+    python: NameText | None = None
     """The Python that runs it, each episode in its own process: a path, or a name on the PATH; by
     default this one.
     """
-    requires: tuple[str, ...] = ()
+    requires: tuple[NameText, ...] = ()
     """Packages for its own interpreter, in pip's syntax; installed once, into the cache folder."""
 
     @model_validator(mode="after")

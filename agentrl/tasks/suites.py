@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from agentrl.rollout.budget import OwnBudget
-from agentrl.settings.base import Settings, check_temperature
+from agentrl.settings.base import NameText, Settings, check_temperature
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.env_config import OneEnv, RewardsField
 
@@ -47,13 +47,13 @@ class SuiteConfig(EvaluationSampling):
         OneEnv | None, BeforeValidator(lambda raw: {"name": raw} if isinstance(raw, str) else raw)
     ] = None
     """The environment with its options; by default the run's."""
-    data: str | None = None
+    data: NameText | None = None
     """Rows of tasks, as `tasks.data`: all of them may be played. By default, tasks are held-out
     seeds.
     """
-    split: str = "test"
+    split: NameText = "test"
     """The split of `data`, if it is a folder or on the hub."""
-    subset: str | None = None
+    subset: NameText | None = None
     """As `tasks.subset`."""
     columns: dict[str, str] = Field(default_factory=dict)
     """As `tasks.columns`."""

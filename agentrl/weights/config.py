@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field
 
-from agentrl.settings.base import Settings
+from agentrl.settings.base import NameText, Settings
 
 WeightUpdate = Literal["keep", "abort_resume", "drain"]
 
@@ -27,7 +27,7 @@ class WeightsConfig(Settings):
     """Seconds that each phase of an update, staging and committing, may take on an engine; an
     engine that misses it is replaced. By default 600, and 20 for each GB of the model's files."""
 
-    transport: str = "auto"
+    transport: NameText = "auto"
     """How weights go to the engines. In files: in this machine's shared memory (`shared_memory`),
     on the disk of `folder`, which all machines must see (`disk`), or in memory, and on the disk
     when memory is full (`files`). From memory to memory: over the network (`stream`), or through
@@ -35,7 +35,7 @@ class WeightsConfig(Settings):
     get the tensors themselves. `auto`: on GPUs `handles` where trainer and engines share devices,
     else `stream`, or `files` if that does not work; on CPUs, and for adapters, `files`. Packages
     may add others (`agentrl.weight_transports`)."""
-    host: str | None = None
+    host: NameText | None = None
     """The address at which the trainer's rank 0 meets the engines, for `stream` and `handles`. By
     default this machine's own, if the cluster has others, else the loopback interface."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

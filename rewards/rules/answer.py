@@ -4,10 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from pydantic import Field
-
 from agentrl.errors import ConfigError
-from agentrl.settings.base import Settings
+from agentrl.settings.base import NameText, Settings
 from agentrl.trajectory import Score, Task, Trajectory
 
 MAX_MESSAGE_CHARACTERS = 20_000
@@ -17,9 +15,9 @@ MAX_MESSAGE_CHARACTERS = 20_000
 class AnswerSettings(Settings):
     """The places of the answer and of the right answer."""
 
-    gold: str = "answer"
+    gold: NameText = "answer"
     """The task's option that holds the right answer, or a list of them."""
-    tag: str | None = Field(None, min_length=1)
+    tag: NameText | None = None
     """The answer is what stands in the last `<tag>...</tag>`; by default the whole last message."""
 
 

@@ -10,6 +10,7 @@ from agentrl.conversation.tool_calls import refuse_constant
 from agentrl.errors import ConfigError
 from agentrl.package.distribution import install_command
 from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
+from agentrl.settings.base import NameText
 from agentrl.trajectory import Task
 
 
@@ -28,7 +29,7 @@ class JsonSchema(AnswerRule):
     class Config(AnswerSettings):
         """The schema."""
 
-        gold: str = "schema"
+        gold: NameText = "schema"
         """The task's option that holds the schema, where `json_schema` is not given."""
         json_schema: dict[str, Any] | None = None
         """A JSON schema (draft 2020-12) for all tasks."""

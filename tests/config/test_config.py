@@ -169,9 +169,45 @@ def test_a_value_of_a_wrong_type_says_what_was_given(path):
     assert "write key=value" in problem(path, "steps")
 
 
-@pytest.mark.parametrize("override", ['model.name=""', 'tasks={name: dataset, data: ""}'])
+@pytest.mark.parametrize(
+    "override",
+    [
+        'model.name=""',
+        'model.revision=""',
+        'tasks={name: dataset, data: ""}',
+        'tasks={name: dataset, data: d.jsonl, key: [""]}',
+        'evaluation.suites=[{name: puzzles, data: ""}]',
+        'env.python=""',
+        'gateway.host=""',
+        'gateway.token_env=""',
+        'weights.host=""',
+        'trainer.device=""',
+        'trackers=[{name: wandb, project: ""}]',
+    ],
+)
+def test_an_empty_text_is_no_name(path: Path, override: str) -> None:
+    assert "at least 1 character, got ''" in problem(path, override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        'run_dir=""',
+        "run_dir=",
+        'model.chat_template=""',
+        'weights.folder=""',
+        'recipe={name: sft, recordings: {path: ""}}',
+        'algorithm={name: distill, teacher: ""}',
+        'reward={name: reward_model, path: ""}',
+    ],
+)
 def test_an_empty_text_does_not_name_the_current_folder(path: Path, override: str) -> None:
-    assert "at least 1 character, got '' (command line)" in problem(path, override)
+    said = problem(path, override)
+    assert "is no path (command line): write that of a file or folder (. is the current" in said
+
+
+def test_the_current_folder_can_be_named(path: Path) -> None:
+    assert load_config(path, ["run_dir=."]).config.run_dir == Path()
 
 
 @pytest.mark.parametrize(
