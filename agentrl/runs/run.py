@@ -42,9 +42,11 @@ runs/NAME/
 
 import asyncio
 import logging
+import os
 import sqlite3
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
+from os.path import samestat
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -121,6 +123,7 @@ class Run:
         self.config = loaded.config
         self._loaded = loaded
         self.folder = self.config.run_dir
+        self._here = os.stat(".")
         self.resumed = resume
         check_folder(self.folder, resumed=resume)
         self._changes: tuple[SettingChange, ...] = ()
@@ -267,6 +270,13 @@ class Run:
             StorageError: it is not.
         """
         if not self._lock.is_in_place or not (self.folder / "config.yaml").exists():
+            if not self.folder.is_absolute() and not samestat(os.stat("."), self._here):
+                raise StorageError(
+                    f"the current folder of this process was changed, so that {self.folder} is no"
+                    " longer the run's folder. Probably an environment calls os.chdir: write"
+                    " env.isolation=process, or a run_dir that begins with /. `agentrl train"
+                    " --resume` goes on with the run"
+                )
             raise StorageError(
                 f"the folder {self.folder} was moved or deleted while its run went on, which ends"
                 " with this. If it was moved, `agentrl train --resume` goes on where it is now"

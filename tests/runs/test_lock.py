@@ -173,6 +173,25 @@ def test_a_run_whose_folder_is_moved_ends_in_a_sentence_and_goes_on_where_it_is(
         assert run.metrics.values("reward") == {0: 1.0}
 
 
+def test_a_run_whose_process_gets_another_current_folder_says_so_and_goes_on_from_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def work(run: Run) -> None:
+        run.metrics.append({"step": 0, "reward": 1.0})
+        monkeypatch.chdir("elsewhere")
+        run.status.begin_phase(1, "train")
+
+    message = "current folder of this process was changed"
+    with pytest.raises(StorageError, match=message), run_in(Path("run"), resume=False) as run:
+        work(run)
+    monkeypatch.chdir(tmp_path)
+    with run_in(Path("run"), resume=True) as run:
+        assert run.metrics.values("reward") == {0: 1.0}
+
+
 @pytest.mark.parametrize(
     ("error", "raised"),
     [(FileNotFoundError(2, "gone"), StorageError), (KeyboardInterrupt(), KeyboardInterrupt)],
