@@ -23,6 +23,7 @@ import copy
 import gc
 import inspect
 import json
+import os
 import queue
 import random
 import re
@@ -129,6 +130,7 @@ def check_env(
             "check_env needs a class or a function that makes an environment, got"
             f" {make_env!r:.100}"
         )
+    _check_played(seeds, actions, max_turns)
     check = _Check(
         make_env, list(seeds), actions, dict(options or {}), deadline, max_turns, gold, address
     )
@@ -140,6 +142,24 @@ def check_env(
         name = getattr(make_env, "__qualname__", repr(make_env))
         raise ConformanceError(f"{name} breaks the contract of an environment:\n{listed}{note}")
     return tuple(check.remarks)
+
+
+def _check_played(seeds: Sequence[int], actions: Actions, max_turns: int) -> None:
+    """Check that episodes will be played, as nothing is wrong with those that are not.
+
+    Raises:
+        ConformanceError: none would be, or with other messages than meant.
+    """
+    if not seeds or max_turns < 1:
+        raise ConformanceError(
+            f"check_env needs at least one seed and one turn, got seeds={seeds!r:.100} and"
+            f" max_turns={max_turns}"
+        )
+    if isinstance(actions, str) or (actions is not None and not callable(actions) and not actions):
+        raise ConformanceError(
+            f"check_env needs a list of messages or a player as actions, got {actions!r:.100}: a"
+            " single message is a list too; without actions, it chooses messages itself"
+        )
 
 
 class _Broken(Exception):  # noqa: N818 (control flow of this module; never leaves it)
@@ -285,7 +305,9 @@ class _Check:
         """Fill `findings`."""
         self.worker = _Worker()
         try:
-            self._run()
+            with _keep_folder() as self.home:
+                self.folder = os.fstat(self.home)
+                self._run()
         except _Hung as hung:
             self.note(hung)
             self.not_run = "The checks after this one were not run."
@@ -615,6 +637,9 @@ _OWN_RNG = (
 )
 
 
+_MAKING = "the constructor, called with no arguments,"
+
+
 class _Subject:
     """One instance under test. Leaving closes it twice; `world` chooses how the global RNGs are
     seeded.
@@ -630,17 +655,21 @@ class _Subject:
         self._options: dict[str, Any] = {}
 
     def __enter__(self) -> "_Subject":
-        self.env: Env = self._call("the constructor, called with no arguments,", self._make)
+        self.env: Env = self._call(_MAKING, self._make)
         if not isinstance(self.env, Env):
             raise _Broken(
                 "shape", f"{type(self.env).__name__} lacks one of the methods reset, step and close"
             )
+        self._check_folder("the constructor")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         # A thread that hangs takes no more calls.
         if kind is not _Hung:
             self.close("after an episode" if kind is None else "after a failure")
+        # Addresses of environments may be relative.
+        os.fchdir(self._check.home)
+        self._check.folder = os.fstat(self._check.home)
 
     def reset(self, seed: int) -> _Seen:
         self._turn = 0
@@ -729,6 +758,17 @@ class _Subject:
                 return _difference(script, turn, seen)
         return ""
 
+    def _check_folder(self, phase: str) -> None:
+        """Every other part of the process has the same current folder."""
+        if os.path.samestat(here := os.stat("."), self._check.folder):
+            return
+        self._check.folder = here
+        if isolation_of(self.env) != "process":
+            self._check.note(
+                f"[folder] {phase} changes the current folder, which a run's relative paths begin"
+                ' at. Leave it and write whole paths, or state `isolation = "process"`'
+            )
+
     def check_options(self) -> None:
         if self._options != self._check.options:
             self._check.note(
@@ -752,6 +792,8 @@ class _Subject:
             where = "" if phase != "step" else f" (turn {self._turn})"
             raise _Broken("raises", self._describe_error(f"{phase}{where}", error)) from error
         finally:
+            if phase != _MAKING:
+                self._check_folder(phase)
             if (random.getrandbits(64), np.random.bytes(8)) != _first_draws(seed):
                 self._check.note(
                     f"[global_rng] {phase} uses the global random or numpy.random. {_OWN_RNG}"
@@ -1007,6 +1049,17 @@ def _first_draws(seed: int) -> tuple[int, bytes]:
     times as long.)
     """
     return random.Random(seed).getrandbits(64), np.random.RandomState(seed).bytes(8)
+
+
+@contextmanager
+def _keep_folder() -> Iterator[int]:
+    """Go back to the current folder at the end; yields its descriptor."""
+    here = os.open(".", os.O_RDONLY)
+    try:
+        yield here
+    finally:
+        os.fchdir(here)
+        os.close(here)
 
 
 @contextmanager

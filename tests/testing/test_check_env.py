@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -274,6 +275,29 @@ class PaysTooMuch(Sound):
     reward_range = (-1.0, 0.5)
 
 
+class Moves(Sound):
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        os.chdir("/")
+        return super().reset(seed=seed, options=options)
+
+
+class MovesApart(Moves):
+    isolation = "process"
+
+
+MOVING = """
+import os
+
+from agentrl.envs.guess_number import GuessNumber
+
+
+class Moving(GuessNumber):
+    def reset(self, *, seed, options):
+        os.chdir("/")
+        return super().reset(seed=seed, options=options)
+"""
+
+
 class Quiz(Sound):
     """One question, whose answer is told afterwards, as it is and then as it is believed to be."""
 
@@ -383,6 +407,7 @@ BROKEN: list[tuple[str, Callable[[], Any], str]] = [
     ("gold", WrongGold, "seed 0 does not: reward 0, success False; its last message was '8'"),
     ("reward", PaysTooMuch, "the reward 1 outside of its reward_range, -1 to 0.5"),
     ("attributes", with_attribute("reward_range", 1), "write (lowest, highest)"),
+    ("folder", Moves, "reset changes the current folder"),
     ("snapshot", ForgetsItsDraws, "a restored state went on differently"),
     ("snapshot", DrawsForAState, "went on differently once its state had been taken"),
     ("snapshot", GivesNoBytes, "snapshot returned tuple: return bytes"),
@@ -487,6 +512,40 @@ def test_the_global_generators_are_left_as_they_were() -> None:
     with pytest.raises(ConformanceError):
         check_env(HangsInReset, deadline=0.05)
     assert (random.getstate(), np.random.get_state()[1].tobytes()) == before
+
+
+@pytest.mark.parametrize("env", [Moves, MovesApart])
+def test_the_current_folder_is_left_as_it_was_and_one_in_a_process_may_change_it(
+    env: type[Sound],
+) -> None:
+    here = Path.cwd()
+    with nullcontext() if env is MovesApart else pytest.raises(ConformanceError, match="folder"):
+        check_env(env)
+    assert Path.cwd() == here
+
+
+def test_an_environment_that_moves_is_found_where_its_address_is_relative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("moving.py").write_text(MOVING)
+    address = "file:moving.py:Moving"
+    with pytest.raises(ConformanceError, match="reset changes the current folder"):
+        check_env(plugins.load("envs", address), address=address, deadline=10.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"seeds": ()}, "at least one seed"),
+        ({"max_turns": 0}, "at least one seed and one turn"),
+        ({"actions": []}, "a list of messages or a player"),
+        ({"actions": "yes"}, "got 'yes': a single message is a list too"),
+    ],
+)
+def test_a_check_that_would_play_nothing_is_refused(arguments: Any, said: str) -> None:
+    with pytest.raises(ConformanceError, match=said):
+        check_env(Sound, **arguments)
 
 
 def test_an_instance_instead_of_a_class_is_refused() -> None:
