@@ -4,6 +4,8 @@ and a config.
 
 import importlib.util
 import keyword
+import os
+import re
 from pathlib import Path
 
 from agentrl import plugins
@@ -211,11 +213,20 @@ def write_env_package(name: str, parent: Path, *, tools: bool = False) -> Path:
     """
     module = name.replace("-", "_").lower()
     folder = parent / module
-    if not module.isidentifier() or keyword.iskeyword(module) or not module.strip("_"):
+    is_ascii = module.isascii()  # as names of packages have to be
+    if not (is_ascii and module.isidentifier() and module.strip("_")) or keyword.iskeyword(module):
         raise ConfigError(
-            f"{name!r} cannot be the name of a module: use letters, digits and _, such as my_game"
+            f"{name!r} cannot be the name of a module: use the letters a to z, digits and _, such"
+            " as my_game"
         )
-    if folder.exists():
+    env, test, of_kind = _KINDS["tools" if tools else "game"]
+    written = class_name(module)
+    if not written.isidentifier() or keyword.iskeyword(written) or _imports(env, written):
+        raise ConfigError(
+            f"the class of {name!r} would be {written!r}, which cannot be a class's name or is"
+            " taken in its file: choose another name, such as my_game"
+        )
+    if os.path.lexists(folder):
         raise ConfigError(f"{folder} exists already: choose another name, or remove it")
     if importlib.util.find_spec(module) or module in {
         plugin.name for plugin in plugins.installed("envs")
@@ -223,12 +234,11 @@ def write_env_package(name: str, parent: Path, *, tools: bool = False) -> Path:
         raise ConfigError(
             f"{module!r} is the name of an installed module or environment: choose another"
         )
-    env, test, of_kind = _KINDS["tools" if tools else "game"]
     words = {
         **of_kind,
         "@name@": module,
         "@dashed@": module.strip("_").replace("_", "-"),
-        "@Class@": class_name(module),
+        "@Class@": written,
     }
     folder.mkdir(parents=True)
     files = {
@@ -242,6 +252,12 @@ def write_env_package(name: str, parent: Path, *, tools: bool = False) -> Path:
             text = text.replace(word, meaning)  # noqa: PLW2901
         (folder / file).write_text(text)
     return folder
+
+
+def _imports(source: str, name: str) -> bool:
+    """True if a source imports something by this name."""
+    lines = (line for line in source.splitlines() if line.startswith(("from ", "import ")))
+    return any(name in re.findall(r"\w+", line.partition("import")[2]) for line in lines)
 
 
 def class_name(module: str) -> str:

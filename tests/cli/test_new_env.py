@@ -101,12 +101,28 @@ def test_its_config_is_valid_and_its_entry_point_names_its_class(tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    "name", ["random", "frozen_lake", "agentrl", "class", "9lives", "a.b", "../up", "_"]
+    "name",
+    [
+        *["random", "frozen_lake", "agentrl", "class", "9lives", "a.b", "../up", "_"],
+        *["none", "true", "_1", "größe", "straße"],
+    ],
 )
 def test_a_name_that_cannot_be_or_is_taken_is_refused_and_nothing_is_written(name, tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be the name|choose another"):
         write_env_package(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_class_does_not_take_a_name_that_its_file_imports(tmp_path):
+    with pytest.raises(ConfigError, match=r"'ToolResult', which .* is taken in its file"):
+        write_env_package("tool-result", tmp_path, tools=True)
+    assert write_env_package("tool-result", tmp_path).is_dir()
+
+
+def test_a_link_to_nowhere_is_left_alone(tmp_path):
+    (tmp_path / "my_game").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="exists already"):
+        write_env_package("my_game", tmp_path)
 
 
 def test_an_existing_folder_is_left_alone(tmp_path):
