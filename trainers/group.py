@@ -22,6 +22,7 @@ from agentrl.models.facts import model_facts
 from agentrl.placement.mesh import ONE_RANK, Mesh
 from agentrl.placement.rows import lockstep_ratio
 from agentrl.protocols import Loss, Recovery, Trainer
+from agentrl.protocols.metrics import merge_metrics
 from agentrl.protocols.weight_source import SendWeights
 from agentrl.tokens.arrays import FloatArray
 from agentrl.trainers.batch_shards import (
@@ -165,8 +166,10 @@ class GroupTrainer(Trainer):
         the means of the loss's own metrics.
 
         Raises:
-            TrainingError: no loss token, a normalizer that is not above zero, or a loss or gradient
-                that is not finite. The weights are then as the last good minibatch left them.
+            TrainingError: no loss token, a normalizer that is not above zero, a loss that returns
+                anything but a number for each token, or a loss or gradient that is not finite. The
+                weights are then as the last good minibatch left them.
+            MetricNameError: a metric of the loss has the name of one of the trainer's.
         """
         if batch.num_loss_tokens < 1 or not 0 < normalizer < math.inf:
             raise TrainingError(
@@ -348,12 +351,12 @@ class GroupTrainer(Trainer):
         self._last_step = batch, shards
         counted = [one for shard in shards for part in shard for one in part if one.counts]
         parts, costs = len(shards), row_costs(shards, self._attention)
-        return {
-            **metrics[0],
+        own = {
             "tokens": float(sum(one.tokens for one in counted)),
             "tokens_computed": float(sum(one.computed_tokens for one in counted)),
             **({"lockstep_ratio": lockstep_ratio(costs, parts)} if parts > 1 else {}),
         }
+        return merge_metrics({"the loss": metrics[0], "the trainer": own})
 
     async def _ask(self, call: Callable[[WorkerGroup], Awaitable[T]], tokens: int = 0) -> T:
         """Make a call about so many tokens to the ranks, and return their answer.

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from agentrl.testing.trainers import (
     check_trainer,
     random_batches,
 )
+from agentrl.tokens.arrays import floats, ints, mask
 from agentrl.trainers.deepspeed import DeepSpeedTrainer
 from agentrl.trainers.local import LocalTrainer
 from agentrl.trainers.settings import TrainerSettings
@@ -312,6 +313,78 @@ def test_a_batch_with_nothing_to_learn_from_is_refused(
                 await trainer.step(empty, LOSS, 1.0)
             with pytest.raises(TrainingError, match="normalizer"):
                 await trainer.step(batches[0], LOSS, 0.0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (lambda loss_N: loss_N.mean(), r"shape \(\) for losses, and \d+ tokens .* Do not average"),
+        (lambda loss_N: loss_N[:, None], r"shape \(\d+, 1\) for losses"),
+        (lambda loss_N: loss_N[:-1], r"shape \(\d+,\) for losses"),
+        (lambda loss_N: loss_N.tolist(), "a list for losses"),
+        (lambda loss_N: loss_N.detach(), "have no gradient"),
+        (None, "returned a Tensor: return a LossOutput"),
+    ],
+)
+def test_a_loss_without_one_number_for_each_token_is_refused_before_an_update(
+    returned: Callable[[torch.Tensor], Any] | None,
+    says: str,
+    shallow_model_dir: Path,
+    batches: list[TrainBatch],
+) -> None:
+    def loss(logprobs_N: torch.Tensor, tokens: LossTokens) -> Any:
+        return logprobs_N if returned is None else LossOutput(returned(-logprobs_N), {})
+
+    async def main() -> None:
+        async with make_trainer(shallow_model_dir, TrainerCase()) as trainer:
+            before = checksum(await trainer.weights())
+            with pytest.raises(TrainingError, match=says):
+                await trainer.step(batches[0], loss, 1.0)
+            assert checksum(await trainer.weights()) == before
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("own", lambda logprobs_N: logprobs_N.mean(), r"shape \(\) for the metric 'own'"),
+        ("own", lambda logprobs_N: 0.5, "a float for the metric 'own'"),
+        ("loss", lambda logprobs_N: logprobs_N, "'loss' is reported twice, by the trainer and by"),
+        ("tokens", lambda logprobs_N: logprobs_N, "'tokens' is reported twice, by the loss and by"),
+    ],
+)
+def test_a_metric_of_a_loss_is_one_number_for_each_token_and_hides_no_other(
+    name: str,
+    value: Callable[[torch.Tensor], Any],
+    says: str,
+    shallow_model_dir: Path,
+    batches: list[TrainBatch],
+) -> None:
+    def loss(logprobs_N: torch.Tensor, tokens: LossTokens) -> LossOutput:
+        return LossOutput(-logprobs_N, {name: value(logprobs_N.detach())})
+
+    async def main() -> None:
+        async with make_trainer(shallow_model_dir, TrainerCase()) as trainer:
+            with pytest.raises(AgentRLError, match=says):
+                await trainer.step(batches[0], loss, 1.0)
+
+    asyncio.run(main())
+
+
+def test_the_loss_of_a_single_token_may_have_no_axis(shallow_model_dir: Path) -> None:
+    def loss(logprobs_N: torch.Tensor, tokens: LossTokens) -> LossOutput:
+        return LossOutput(-logprobs_N.squeeze(), {"own": logprobs_N.detach().squeeze()})
+
+    async def main() -> None:
+        sample = TrainingSample(
+            ints((5, 6)), mask((0, 1)), floats((0, -1)), floats((0, 1)), ints((-1, 0)), ints((0, 0))
+        )
+        async with make_trainer(shallow_model_dir, TrainerCase()) as trainer:
+            metrics = await trainer.step(collate([sample]), loss, 1.0)
+        assert metrics["loss"] == pytest.approx(-metrics["own"])
 
     asyncio.run(main())
 

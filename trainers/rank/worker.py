@@ -33,6 +33,7 @@ from agentrl.net.interfaces import LOOPBACK, own_address
 from agentrl.placement.mesh import Mesh
 from agentrl.placement.time_share import free_on_cpu, free_on_gpus
 from agentrl.protocols import Loss, LossTokens, uses_entropy
+from agentrl.protocols.metrics import merge_metrics
 from agentrl.protocols.weight_source import SendWeights
 from agentrl.tokens.arrays import FloatArray
 from agentrl.trainers.batch_shards import BatchShard
@@ -41,6 +42,7 @@ from agentrl.trainers.compute.pictures import PictureReader
 from agentrl.trainers.packing import MicroBatch
 from agentrl.trainers.rank import checkpoint
 from agentrl.trainers.rank.gradient_norms import norms_of
+from agentrl.trainers.rank.loss_output import check_output
 from agentrl.trainers.rank.sharding import Sharding
 from agentrl.trainers.rank.weights import RankWeights
 from agentrl.trainers.spec import RankInfo, TrainerSpec
@@ -136,11 +138,11 @@ class TrainerRank:
             self._accumulate(micro_batches, old, loss, normalizer / len(shard), tally)
             self._update(lr, tally)
         self._steps_done += 1
-        means = self._means(tally, loss_tokens)
+        of_loss, means = self._means(tally, loss_tokens)
         if self._balances:  # without its weight
             means["router_aux_loss"] = float(self.sharding.sum(tally.balance)) / len(shard)
         self._logprobs = [rows_3N.float().cpu().numpy() for rows_3N in tally.logprobs]
-        return {
+        own = {
             "loss": tally.loss / len(shard),
             "grad_norm": tally.grad_norm,
             **tally.grad_norms,
@@ -150,6 +152,7 @@ class TrainerRank:
             "logprob_gap_max": tally.gap_max,
             **{f"seconds_{phase}": seconds for phase, seconds in tally.seconds.items()},
         }
+        return merge_metrics({"the trainer": own, "the loss": of_loss})
 
     def predict(self, shard: BatchShard) -> list[FloatArray]:
         """The model's outputs for the loss tokens of each micro-batch. Nothing is kept for a
@@ -331,7 +334,7 @@ class TrainerRank:
                     samples.samples_N,
                     entropies_N,
                 )
-                output = loss(logprobs_N, tokens)
+                output = check_output(loss(logprobs_N, tokens), logprobs_N)
                 weight = float(micro_batch.counts)
                 reported = weight * self._reports
                 part = (output.loss_N * samples.weights_N).sum() / normalizer * weight
@@ -426,9 +429,11 @@ class TrainerRank:
                 )
             tally.updated(loss, grad_norm, by_group)
 
-    def _means(self, tally: "_Tally", loss_tokens: int) -> dict[str, float]:
-        """The mean of each metric over the loss tokens of all ranks, and of the gaps over those
-        that were compared.
+    def _means(
+        self, tally: "_Tally", loss_tokens: int
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """The mean of each metric of the loss over the loss tokens of all ranks; and the means of
+        the gaps over those that were compared.
         """
         names = sorted(tally.sums)
         gaps = [
@@ -442,10 +447,10 @@ class TrainerRank:
             torch.stack([*(tally.sums[name] for name in names), *gaps])
         ).tolist()
         *totals, gap, compared, routing, routed, routable = found
-        means = {name: total / loss_tokens for name, total in zip(names, totals, strict=True)}
-        means |= {"routing_difference": routing / routed} if routed else {}
-        means |= {"routing_known": routed / routable} if routable else {}
-        return {**means, "logprob_gap_mean": gap / compared}
+        of_loss = {name: total / loss_tokens for name, total in zip(names, totals, strict=True)}
+        own = {"routing_difference": routing / routed} if routed else {}
+        own |= {"routing_known": routed / routable} if routable else {}
+        return of_loss, {**own, "logprob_gap_mean": gap / compared}
 
 
 def _split_balance_sums(
