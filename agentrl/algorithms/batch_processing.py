@@ -17,6 +17,7 @@ from typing import Any
 
 from agentrl.algorithms.advantages import normalised, numbers_in
 from agentrl.algorithms.config import BatchProcessingConfig
+from agentrl.algorithms.returned import advantages_of
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.protocols.algorithm import (
     Algorithm,
@@ -170,7 +171,7 @@ class BatchProcessing:
         if algorithm is None:
             return group.has_signal
         return any(
-            any(numbers_in(algorithm.advantages(part)))
+            any(numbers_in(advantages_of(algorithm, part)))
             for part in self._apply_terms(group).by_agent()
         )
 

@@ -9,6 +9,7 @@ settings are read.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from agentrl.algorithms.returned import advantages_of
 from agentrl.protocols.algorithm import Algorithm, AlgorithmOffers, MemberAdvantage
 from agentrl.settings.base import Settings
 from agentrl.tokens.arrays import floats, ints
@@ -58,13 +59,13 @@ def without_effect(
 
 def _answers(
     algorithm: Algorithm, learn: Callable[[Sequence[Group]], object] | None
-) -> list[list[Sequence[MemberAdvantage]]]:
+) -> list[list[list[MemberAdvantage]]]:
     """The advantages of two groups, before and after the algorithm has learned from them."""
     groups = [_group(f"{number}", rewards) for number, rewards in enumerate(_REWARDS)]
-    answers = [[algorithm.advantages(group) for group in groups]]
+    answers = [[advantages_of(algorithm, group) for group in groups]]
     if learn is not None:
         learn(groups)
-        answers.append([algorithm.advantages(group) for group in groups])
+        answers.append([advantages_of(algorithm, group) for group in groups])
     return answers
 
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.config import BatchProcessingConfig
+from agentrl.algorithms.returned import advantages_of, normalized_by
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
 from agentrl.errors import TrainingError
 from agentrl.protocols.algorithm import (
@@ -201,12 +202,11 @@ class GroupCredits:
             of_part = [costs.get(first + place, ()) for place in range(len(part.trajectories))]
             charged.append(_charge_costs(part, of_part) if costs else part)
             first += len(part.trajectories)
-        by_group: Sequence[Sequence[MemberAdvantage]] = [
-            own.advantages(part) for own, part in zip(self.algorithms, charged, strict=True)
-        ]
-        normalize = AlgorithmOffers.of(self.algorithm).normalized
-        if normalize is not None:
-            by_group = normalize(by_group)
+        by_group = normalized_by(
+            self.algorithm,
+            [advantages_of(*pair) for pair in zip(self.algorithms, charged, strict=True)],
+            charged,
+        )
         return list(chain(*self.processing.advantages(charged, by_group)))
 
 

@@ -5,15 +5,13 @@ score is rejected, with an error that names it.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from decimal import Decimal
-from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from agentrl.errors import ScoreError
 from agentrl.settings.base import LARGEST
-from agentrl.tokens.arrays import dimensions_of
+from agentrl.tokens.arrays import dimensions_of, read_number
 from agentrl.trajectory import Failed, Score
 
 
@@ -106,20 +104,6 @@ def own_metrics(returned: Any) -> dict[str, float]:
         if number is not None and math.isfinite(number):
             found[name] = number
     return found
-
-
-def read_number(value: Any) -> float | None:
-    """A number of any library as a float, also a truth value, and an array that holds one number;
-    else None.
-    """
-    if isinstance(value, Real | Decimal):
-        try:
-            return float(value)
-        except (OverflowError, ValueError):
-            return math.inf
-    if dimensions_of(value) == 0:  # a scalar of NumPy or torch
-        return read_number(value.item())
-    return None
 
 
 _ADVICE = "return a Score or a number, or raise RewardError"

@@ -14,8 +14,11 @@ the scores of a model, are off by 1e-7 of their scale and count as different; ro
 reward if that matters.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from decimal import Decimal
+from numbers import Real
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -232,6 +235,20 @@ def dimensions_of(value: object) -> int | None:
     return dimensions
 
 
+def read_number(value: Any) -> float | None:
+    """A number of any library as a float, also a truth value, and an array that holds one number;
+    else None.
+    """
+    if isinstance(value, Real | Decimal):
+        try:
+            return float(value)
+        except (OverflowError, ValueError):
+            return math.inf
+    if dimensions_of(value) == 0:  # a scalar of NumPy or torch
+        return read_number(value.item())
+    return None
+
+
 __all__ = [
     "ROUNDING",
     "ROUNDING_OF_SINGLES",
@@ -248,6 +265,7 @@ __all__ = [
     "floats",
     "ints",
     "mask",
+    "read_number",
     "same_fields",
     "scale_of",
     "settled",
