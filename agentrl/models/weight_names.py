@@ -7,7 +7,7 @@ one tensor (`mlp.experts.gate_up_proj`) and are published one by one
 between the two here. Weights travel and are saved under their published names.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -150,6 +150,11 @@ class PublishedWeights(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self._layer_of)
+
+    @property
+    def sources(self) -> "Iterable[Tensor]":
+        """See `MadeOnAccess`: the model's own tensors."""
+        return self._own.values()
 
     def __reduce__(self) -> tuple[type[dict[str, "Tensor"]], tuple[dict[str, "Tensor"]]]:
         return dict, (dict(self),)

@@ -58,6 +58,13 @@ class LowRank(Mapping[str, "Tensor"]):
     def __len__(self) -> int:
         return len(self._files)
 
+    @property
+    def sources(self) -> Iterator["Tensor"]:
+        """See `MadeOnAccess`. Nobody changes the folder."""
+        for A, B, _ in self.factors.values():
+            yield A
+            yield B
+
     def misfits(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """The weights whose factors do not fit the shapes of a model's weights."""
         return [

@@ -3,10 +3,10 @@
 import socket
 import uuid
 from abc import abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from agentrl.errors import WeightsError
 
@@ -138,14 +138,26 @@ class Shipment(Mapping[str, "Tensor"]):
         return self
 
 
+@runtime_checkable
+class MadeOnAccess(Protocol):
+    """Weights that are made when they are read, of other tensors."""
+
+    @property
+    def sources(self) -> Iterable["Tensor"]:
+        """The tensors that they are made of, and change with."""
+        ...
+
+
 class DirectShipment(Shipment):
     """Tensors of this process, for an engine in the same process."""
 
     def __init__(self, weights: Mapping[str, "Tensor"]) -> None:
         self._weights = weights
-        # torch counts the changes of each tensor. Weights that are made on access have no count.
-        own = weights.values() if isinstance(weights, dict) else ()
-        self._changes = [(weight, weight._version) for weight in own]
+        sources: Iterable[Tensor] = weights.values() if isinstance(weights, dict) else ()
+        if isinstance(weights, MadeOnAccess):
+            sources = weights.sources
+        # torch counts the changes of each tensor.
+        self._changes = [(tensor, tensor._version) for tensor in sources]
 
     @property
     def unpacked(self) -> Mapping[str, "Tensor"]:

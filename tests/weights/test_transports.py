@@ -18,6 +18,8 @@ from agentrl.engines.local import LocalEngine
 from agentrl.errors import ConfigError, WeightsError
 from agentrl.flow import Flow
 from agentrl.protocols import Trainer
+from agentrl.testing.trainers import LOSS, random_batches
+from agentrl.trainers.local import LocalTrainer
 from agentrl.weights import store
 from agentrl.weights.bundle import BundlePlace, Manifest, WeightBundle
 from agentrl.weights.config import WeightsConfig
@@ -26,6 +28,7 @@ from agentrl.weights.moved import BytesMoved, Parties
 from agentrl.weights.publisher import WeightPublisher, checksum
 from agentrl.weights.shipment import DirectShipment, Reader, Shipment
 from agentrl.weights.transport import Transport
+from tests.model_families import make_model
 
 Weights = Mapping[str, Tensor]
 NAMES = ["auto", "direct", "disk", "files", "handles", "shared_memory", "stream"]
@@ -121,6 +124,30 @@ def test_what_the_trainer_has_changed_since_is_no_longer_sent_by_direct(tmp_path
         weights["w1"].add_(1)  # a step
         with pytest.raises(WeightsError, match="the trainer has changed its weights since"):
             await sent.at_rest()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapters", "mixture"])
+def test_what_a_trainers_step_has_changed_is_no_longer_sent_by_direct(
+    kind: str, shallow_model_dir: Path, tmp_path: Path
+) -> None:
+    model = shallow_model_dir
+    if kind == "mixture":  # its weights are published under other names, made on access
+        make_model("OLMoE", model := tmp_path / "mixture")
+    config = LocalTrainer.Config(device="cpu", lora={} if kind == "adapters" else None)
+    transport: Transport = plugins.load("weight_transports", "direct")(WeightsConfig())
+
+    async def main() -> None:
+        async with LocalTrainer(config, model, total_steps=1) as trainer:
+            sent = await transport.send(trainer, 0)
+            assert isinstance(sent.unpacked, dict) == (kind == "whole")
+            before = checksum(await sent.at_rest())
+            (batch,) = random_batches(model, 1)
+            await trainer.step(batch, LOSS, 1.0)
+            assert checksum(sent) != before
+            with pytest.raises(WeightsError, match="the trainer has changed its weights since"):
+                await sent.at_rest()
 
     asyncio.run(main())
 

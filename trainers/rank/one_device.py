@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from agentrl.errors import ConfigError
 from agentrl.models.attention_check import check_attention
@@ -105,6 +106,9 @@ class OneDevice:
                 p.grad for p in self.model.parameters() if p.grad is not None
             )
         )
+        # Readers of the tensors themselves see by their counts of changes that this is another
+        # version (`DirectShipment`), and fused kernels do not count.
+        increment_version(p for p in self.model.parameters() if p.requires_grad)
         apply(self.optimizer, norm, lr, largest)
         return norm
 
