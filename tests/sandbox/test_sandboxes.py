@@ -403,10 +403,45 @@ def test_links_of_an_archive_that_lead_out_are_left_out() -> None:
         "good",
     ]
     assert kept(("d/l", ".."), ("l2", "d/l/.."), ("l3", "d/l")) == ["d/l"]
-    with pytest.raises(ValueError, match="below a link"):
-        kept(("a", "b"), ("a/x", ""))
+    for below in ("a/x", "a/x/y"):
+        with pytest.raises(ValueError, match="below a link"):
+            kept(("a", "b"), (below, ""))
+    assert kept(("a", "b"), ("ab/x", ""), ("b", "")) == ["a", "ab/x", "b"]
+    assert kept(("far", "a/" * 3000)) == []
     with pytest.raises(ValueError, match="no archive"):
         checked_archive(b"no tar at all")
+
+
+def test_an_archive_whose_member_has_a_negative_size_is_refused_and_not_read_for_ever() -> None:
+    import tarfile
+
+    first = tarfile.TarInfo("first").tobuf()
+    back = bytearray(tarfile.TarInfo("back").tobuf(tarfile.GNU_FORMAT))
+    back[124:136] = (-512).to_bytes(12, "big", signed=True)
+    back[148:156] = b" " * 8  # the checksum counts its own field as spaces
+    back[148:156] = b"%06o\0 " % sum(back)
+    with pytest.raises(ValueError, match="negative size"):
+        checked_archive(first + bytes(back) + bytes(1024))
+
+
+def test_an_archive_with_an_infinite_time_is_refused() -> None:
+    import io
+    import tarfile
+
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as tar:
+        entry = tarfile.TarInfo("a")
+        entry.pax_headers = {"mtime": "inf"}
+        tar.addfile(entry)
+    with pytest.raises(ValueError, match="no archive"):
+        checked_archive(written.getvalue())
+
+
+def test_a_path_of_an_archive_may_be_as_long_as_a_path_of_linux() -> None:
+    longest = f"{'a/' * 2047}bc"
+    assert files_of(archive_of({longest: b"x"})) == {longest: b"x"}
+    with pytest.raises(ValueError, match="a path of 4098 characters"):
+        checked_archive(archive_of({f"{longest}de": b"x"}))
 
 
 def test_output_is_cut_as_it_comes() -> None:

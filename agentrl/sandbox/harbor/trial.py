@@ -31,7 +31,7 @@ from agentrl.protocols import (
     SandboxSpec,
     shell,
 )
-from agentrl.sandbox.archive import archive_of, archive_of_folder
+from agentrl.sandbox.archive import archive_of, archive_of_folder, checked_archive
 from agentrl.sandbox.harbor.plain_image import Copy, plain_image
 from agentrl.sandbox.harbor.task import HarborTask, lacking, resolved
 from agentrl.sandbox.harbor.task_file import Artifact, TaskMachine
@@ -252,9 +252,11 @@ class HarborTrial:
         try:
             if (await agents.run(f'[ -d "{at}" ]')).exit == 0:
                 archive = await agents.sandbox.download(at)
-                return _Collected(artifact.source, _remove_entries(archive, artifact.exclude), None)
+                if artifact.exclude:
+                    archive = await asyncio.to_thread(_remove_entries, archive, artifact.exclude)
+                return _Collected(artifact.source, archive, None)
             return _Collected(artifact.source, None, await agents.sandbox.read(at, 32 << 20))
-        except (OSError, ValueError, tarfile.TarError):
+        except (OSError, ValueError):
             return _Collected(artifact.source, None, None)
 
     async def _start_machine(
@@ -327,12 +329,16 @@ class _Collected:
 
 
 def _remove_entries(archive: bytes, patterns: list[str]) -> bytes:
-    """The archive without the entries whose names, or parts of them, fit a pattern."""
-    if not patterns:
-        return archive
+    """The archive without the entries whose names, or parts of them, fit a pattern.
+
+    Raises:
+        ValueError: as `checked_archive`.
+    """
     written = io.BytesIO()
+    # Checked before it is read: the agent may have made it. There a hard link is a copy, which
+    # stays where the file that it named is left out.
     with (
-        tarfile.open(fileobj=io.BytesIO(archive)) as read,
+        tarfile.open(fileobj=io.BytesIO(checked_archive(archive))) as read,
         tarfile.open(fileobj=written, mode="w") as new,
     ):
         for member in read.getmembers():
