@@ -74,6 +74,8 @@ class AgentEpisodeRunner:
         except RolloutError as error:
             failure = error
         status = self._final_status(session, outcome, failure)
+        if not isinstance(status, Failed):  # whether the program has ended by itself or at a limit
+            outcome = outcome.filled_from(session.outcome)
         return (trajectory_of(session, outcome, status, started, elapsed() - started),)
 
     async def _run(self, session: AgentSession, key: str) -> AgentOutcome:
@@ -81,7 +83,7 @@ class AgentEpisodeRunner:
         # A copy: the group's other members must not see what the program does to its options.
         task = replace(session.episode.task)
         outcome = await self.program.run(ProgramAssignment(task, self.registry.url, key))
-        if outcome.reward is not None or session.refused:
+        if outcome.reward is not None or session.first_too_long:
             return outcome
         seconds = self.registry.config.reward_seconds
         if seconds and not session.rewarded.is_set():
@@ -93,7 +95,7 @@ class AgentEpisodeRunner:
                     f"no reward came within {seconds:g} s of the program's end"
                     " (gateway.reward_seconds)"
                 ) from None
-        return session.outcome or outcome
+        return outcome
 
     def _final_status(
         self, session: AgentSession, outcome: AgentOutcome, failure: RolloutError | None

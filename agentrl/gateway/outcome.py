@@ -33,6 +33,15 @@ class AgentOutcome:
         known = {} if self.success is None else {"success": self.success}
         return {**known, **{f"reward/{name}": value for name, value in self.parts.items()}}
 
+    def filled_from(self, earlier: "AgentOutcome | None") -> "AgentOutcome":
+        """This outcome, if it has a reward; else with that of an earlier one, and with what else
+        only that one reports.
+        """
+        if earlier is None or self.reward is not None:
+            return self
+        success = earlier.success if self.success is None else self.success
+        return AgentOutcome(earlier.reward, success, {**earlier.parts, **self.parts})
+
 
 def outcome_of(result: object, name: str) -> AgentOutcome:
     """The returned value of a program as an outcome: nothing, a number, a `Score`, or a mapping

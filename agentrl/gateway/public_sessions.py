@@ -143,9 +143,8 @@ def conversations_of(session: AgentSession) -> list[tuple[Trajectory, Score | No
             messages=conversation_of(row),
             dropped={},
         )
-        rewarded = session.outcome is not None or any(answer.rewarded for answer in row)
-        earned = trajectory.env_return + (
-            (session.outcome.reward or 0.0) if session.outcome is not None else 0.0
-        )
+        own = None if session.outcome is None else session.outcome.reward
+        rewarded = own is not None or any(answer.rewarded for answer in row)
+        earned = trajectory.env_return + (own or 0.0)
         found.append((trajectory, Score(earned, {"gateway": earned}) if rewarded else None))
     return found

@@ -7,12 +7,13 @@ twice when a client retries.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.conversation.tool_calls import parse_tool_calls
@@ -59,19 +60,27 @@ class CallLimits:
     at_once: int = 64
 
 
+class _Wanted(NamedTuple):
+    """The content of a request, by which a retry is recognised. It is kept as long as the episode,
+    so it holds a digest instead of the messages.
+    """
+
+    digest: bytes
+    options: RequestOptions
+    answers: int
+    by_name: bool
+
+
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A call, and the request that it answers, by which a retry is recognised. It is kept as long
-    as the episode, so it holds a digest instead of the messages.
+    """A call, and the content of the request that it answers.
 
     `under_way`: set when the call has all of its answers, or has failed; None from then on.
     `listeners`: one for each connection that waits for it, true while the connection lasts.
     """
 
     call: AgentCall
-    options: RequestOptions
-    count: int
-    digest: bytes
+    wanted: _Wanted
     under_way: asyncio.Event | None = field(default_factory=asyncio.Event)
     listeners: list[Callable[[], bool]] = field(default_factory=list)
 
@@ -134,6 +143,7 @@ class AgentSession:
         self._flow = flow
         self._pending: dict[AgentCall, _Pending] = {}
         self._by_request: dict[str, _Pending] = {}
+        self._turned_away: Counter[_Wanted] = Counter()
         self._calls_of_tools: dict[str, ToolCall] = {}
 
     @property
@@ -164,7 +174,7 @@ class AgentSession:
             if pending.under_way is not None:
                 await pending.under_way.wait()
             if pending.call.error is not None:
-                raise _refusal_of(pending.call.error)
+                raise self._note_refusal(_refusal_of(pending.call.error), pending.wanted)
             yield pending.call
         finally:
             pending.listeners.remove(is_there)
@@ -193,8 +203,10 @@ class AgentSession:
         raise CallRefusedError(404, "no_such_call", f"the episode has no answer {answer_id!r:.80}")
 
     def earned(self, outcome: AgentOutcome) -> None:
-        """The reward of the episode has come. A later one replaces it."""
-        self.outcome = outcome
+        """The reward of the episode has come. A later one replaces it; a report without a reward
+        adds to it.
+        """
+        self.outcome = outcome.filled_from(self.outcome)
         if outcome.reward is not None:
             self.rewarded.set()
 
@@ -234,43 +246,47 @@ class AgentSession:
 
     def _find_or_begin(self, request: ChatRequest) -> _Pending:
         place = self.tree.place(request)
+        wanted = _Wanted(place.digest, request.options, request.count, self._is_by_name(request))
         pending = self._by_request.get(request.request_id) if request.request_id else None
-        if pending is not None and (pending.digest, pending.options, pending.count) != (
-            place.digest,
-            request.options,
-            request.count,
-        ):
+        if pending is not None and pending.wanted[:-1] != wanted[:-1]:
             raise CallRefusedError(
                 409,
                 "idempotency_mismatch",
                 f"the request id {request.request_id!r:.80} came with other content before",
             )
-        if pending is None:
-            pending = self._find_retried(request, place)
+        has_none = pending is None or pending.failed
+        if has_none and request.repeated and self._turned_away[wanted]:
+            self._turned_away[wanted] -= 1
+        elif pending is None:
+            pending = self._find_retried(wanted, repeated=request.repeated)
         if pending is None or pending.failed:
-            pending = self._begin(request, place)
+            try:
+                pending = self._begin(request, place, wanted)
+            except CallRefusedError as refusal:
+                raise self._note_refusal(refusal, wanted) from None
         if request.request_id:
             self._by_request[request.request_id] = pending
         return pending
 
-    def _find_retried(self, request: ChatRequest, place: CallPlace) -> _Pending | None:
-        """The earlier call that a request retries, if it is a retry: the newest with the same
-        content if the client marks it as one, else one whose answer was lost.
+    def _note_refusal(self, refusal: CallRefusedError, wanted: _Wanted) -> CallRefusedError:
+        """The refusal, noted if the client is asked to try again. That retry asks for an answer of
+        its own, and not for that of another call with the same content.
+        """
+        if refusal.retry_after is not None:
+            self._turned_away[wanted] += 1
+        return refusal
+
+    def _find_retried(self, wanted: _Wanted, *, repeated: bool) -> _Pending | None:
+        """The earlier call that a request retries, if it is a retry: one with the same content
+        whose answer was lost, or else the newest if the client marks the request as a retry.
 
         A client retries the call that it has made last; an earlier one with the same content has
         had its own answer.
         """
-        asked = [self._pending[call] for call in self.tree.asked(place.digest)]
-        by_name = self._is_by_name(request)
-        same = [
-            one
-            for one in asked
-            if (one.options, one.count, one.call.by_name)
-            == (request.options, request.count, by_name)
-        ]
-        if request.repeated:
-            return same[-1] if same else None
-        return next((one for one in same if one.lost and not one.failed), None)
+        asked = (self._pending[call] for call in self.tree.asked(wanted.digest))
+        same = [one for one in asked if one.wanted == wanted]
+        lost = next((one for one in same if one.lost and not one.failed), None)
+        return same[-1] if lost is None and repeated and same else lost
 
     def _is_by_name(self, request: ChatRequest) -> bool:
         """True if a request names the policy, or no model at all. Some libraries put a provider
@@ -278,8 +294,8 @@ class AgentSession:
         """
         return not request.model or request.model.rpartition("/")[2] == self.model
 
-    def _begin(self, request: ChatRequest, place: CallPlace) -> _Pending:
-        number, by_name = len(self.tree.calls), self._is_by_name(request)
+    def _begin(self, request: ChatRequest, place: CallPlace, wanted: _Wanted) -> _Pending:
+        number, by_name = len(self.tree.calls), wanted.by_name
         matters = by_name or not self.tree.by_name[True]
         self._check_limits(request, self.tree.by_name[by_name] if matters else 0, matters=matters)
         new_ids, new_images = self._render_request(request, place)
@@ -311,7 +327,7 @@ class AgentSession:
         call.error = CallEndedError("the episode ended before the call")
         thread = self._thread(call)
         self.tree.begin(call, place, len(request.messages))
-        pending = self._pending[call] = _Pending(call, request.options, request.count, place.digest)
+        pending = self._pending[call] = _Pending(call, wanted)
         self.calls_at_once += 1
         task = self._flow.start(self._answer(pending, request, thread), name=f"call {number}")
         task.add_done_callback(lambda _: self._end(pending))  # it may be cancelled before it begins
@@ -404,7 +420,7 @@ class AgentSession:
         sampled = await self._sample_all(call, request, thread)
         for answer in sampled:
             if isinstance(answer, AgentAnswer):
-                answer.digest = digest_after(pending.digest, answer.message)
+                answer.digest = digest_after(pending.wanted.digest, answer.message)
                 self.tree.answered(answer)
                 for given, sampled_call in zip(
                     answer.calls, answer.message.tool_calls, strict=True

@@ -245,6 +245,47 @@ def test_a_reward_may_come_after_the_program_has_ended_but_not_too_late():
     assert trajectory.status.layer == "reward"
 
 
+@pytest.mark.parametrize("survives", [True, False])
+def test_a_reward_by_request_counts_in_an_episode_that_a_limit_has_cut(survives):
+    async def play(session):
+        await said(session, [user("begin")])
+        session.earned(AgentOutcome(3.0, success=True))
+        if not survives:
+            await said(session, [user("more")])
+        with pytest.raises(CallRefusedError):
+            await said(session, [user("more")])
+        return AgentOutcome()
+
+    trajectory, _ = played(play, budget=Budget(turns=1))
+    assert trajectory.status == Truncated("turns")
+    assert (trajectory.env_return, trajectory.success) == (3.0, True)
+
+
+def test_the_reward_of_an_episode_that_a_limit_has_cut_may_come_after_its_program_has_ended():
+    async def play(session):
+        await said(session, [user("begin")])
+        with pytest.raises(CallRefusedError):
+            await said(session, [user("more")])
+        asyncio.get_running_loop().call_later(20, session.earned, AgentOutcome(3.0))
+        return AgentOutcome()
+
+    for seconds, earned in ((30, 3.0), (10, 0.0)):
+        config = GatewayConfig(reward_seconds=seconds)
+        trajectory, _ = played(play, budget=Budget(turns=1), config=config)
+        assert (trajectory.status, trajectory.env_return) == (Truncated("turns"), earned)
+
+
+def test_what_a_program_returns_without_a_reward_is_beside_the_reward_by_request():
+    async def play(session):
+        await said(session, [user("begin")])
+        session.earned(AgentOutcome(0.5))
+        return AgentOutcome(success=True, parts={"style": 0.25})
+
+    trajectory, _ = played(play)
+    assert (trajectory.env_return, trajectory.success) == (0.5, True)
+    assert trajectory.turns[-1].info["reward/style"] == 0.25
+
+
 def test_a_program_that_asks_nothing_has_failed():
     async def play(session):
         return AgentOutcome(1.0)
@@ -393,6 +434,77 @@ def test_a_retry_gets_the_answer_of_the_newest_call_with_its_content():
         (again,) = await said(session, [user("begin")], repeated=True)
         assert first is not second
         assert again is second
+        return AgentOutcome(1.0)
+
+    played(play, engine)
+    assert len(engine.requests) == 2
+
+
+def test_a_refused_call_that_is_asked_again_gets_an_answer_of_its_own():
+    engine, statuses = saying(prefill_seconds=lambda request: 10), []
+
+    async def play(session):
+        async def asked() -> object:
+            try:
+                (answer,) = await said(session, [user("begin")])
+            except CallRefusedError as refused:
+                statuses.append(refused.status)
+                await asyncio.sleep(15)  # the first two have their answers by then
+                (answer,) = await said(session, [user("begin")], repeated=True)
+            return answer
+
+        async with Flow("calls at once") as flow:
+            tasks = [flow.start(asked(), name=str(number)) for number in range(4)]
+        assert len({task.result() for task in tasks}) == 4
+        (again,) = await said(session, [user("begin")], repeated=True)
+        assert again in [task.result() for task in tasks]
+        return AgentOutcome(1.0)
+
+    trajectory, _ = played(play, engine, config=GatewayConfig(calls_at_once=2))
+    assert statuses == [429, 429]
+    assert len(engine.requests) == len(trajectory.turns) == 4
+
+
+def test_a_call_that_the_engine_has_failed_is_not_answered_as_another_with_its_content():
+    class FailsFirst(ScriptedEngine):
+        async def generate(self, request):
+            if not self.requests:
+                self.requests.append(request)
+                await asyncio.sleep(1)
+                raise EngineError("it has no memory")
+            return await super().generate(request)
+
+    engine, statuses = FailsFirst.replying(lambda request: list(b"left")), []
+
+    async def play(session):
+        async def asked() -> object:
+            try:
+                (answer,) = await said(session, [user("begin")])
+            except CallRefusedError as refused:
+                statuses.append(refused.status)
+                (answer,) = await said(session, [user("begin")], repeated=True)
+            return answer
+
+        async with Flow("calls at once") as flow:
+            tasks = [flow.start(asked(), name=str(number)) for number in range(2)]
+        first, second = (task.result() for task in tasks)
+        assert first is not second
+        return AgentOutcome(1.0)
+
+    trajectory, _ = played(play, engine)
+    assert statuses == [503]
+    assert len(trajectory.turns) == 2
+
+
+def test_a_marked_retry_prefers_the_call_whose_answer_was_lost():
+    engine = saying(prefill_seconds=lambda request: 10)
+
+    async def play(session):
+        async with Flow("calls at once") as flow:
+            flow.start(abandoned(session, [user("begin")], 2), name="lost")
+            other = flow.start(said(session, [user("begin")]), name="other")
+        (again,) = await said(session, [user("begin")], repeated=True)
+        assert again is not other.result()[0]
         return AgentOutcome(1.0)
 
     played(play, engine)

@@ -314,6 +314,17 @@ def test_an_agent_elsewhere_takes_a_task_and_posts_its_reward():
     assert trajectory.env_return == 2.0
 
 
+def test_an_agent_elsewhere_may_post_its_reward_before_it_says_that_it_is_done():
+    async def agent(client, taken):
+        headers = await asks(client, taken)
+        for said in ({"reward": 1.0}, {"reward": 2.0}, {"success": True, "done": True}):
+            posted = await client.post("/v1/rewards", json=said, headers=headers)
+            assert posted.status_code == 200
+
+    trajectory = remotely(agent)
+    assert (trajectory.env_return, trajectory.success) == (2.0, True)
+
+
 def test_an_agent_elsewhere_whose_run_has_rewards_of_its_own_only_says_that_it_is_done():
     async def agent(client, taken):
         headers = await asks(client, taken)

@@ -110,6 +110,27 @@ def test_what_has_ended_is_written_soon_although_it_is_little(tmp_path):
     assert [(seconds, len(rows)) for seconds, rows in written] == [(30, 1), (41, 256)]
 
 
+def test_an_end_without_a_reward_makes_no_score(tmp_path):
+    async def main():
+        recordings = Recordings(tmp_path)
+        async with saying("left") as engine, Flow("calls") as flow:
+            registry = desk_of(engine, recordings, flow)
+            async with (
+                serving(registry),
+                httpx.AsyncClient(base_url=registry.url, timeout=PATIENCE_SECONDS) as client,
+            ):
+                await ask(client, "secret:a", QUESTION)
+                headers = {"authorization": "Bearer secret:a"}
+                ends = {"success": True, "done": True}
+                posted = await client.post("/v1/rewards", json=ends, headers=headers)
+                assert posted.status_code == 200
+                registry.end_all()
+            flow.cancel()
+        assert list(recordings.waiting) == ["unrewarded"]
+
+    asyncio.run(main())
+
+
 def test_a_reward_for_an_episode_that_is_not_open_begins_none(tmp_path):
     async def main():
         recordings = Recordings(tmp_path)
