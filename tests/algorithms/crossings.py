@@ -333,9 +333,14 @@ BIASES: Mapping[str, Bias] = {
         {**_PLAIN, "normalize": "batch"},
     ),
     "`length_penalty`": Bias(
-        {"length penalty": "0.3"},
+        {"algorithm": _WEIGHED, "length penalty": "0.3"},
         {"length penalty": "default"},
         {**_PLAIN, "length penalty": "0.3"},
+    ),
+    "`length_penalty`, `rejection`": Bias(
+        {"algorithm": "rejection", "length penalty": "0.3"},
+        {"length penalty": "default"},
+        {"algorithm": "rejection", "keep": "best", "length penalty": "0.3"},
     ),
     "`overlong=mask`": Bias(
         {"overlong": "mask", "env": "corridor"},

@@ -233,7 +233,7 @@ def tried(base: Path, *, rows: int, strength: int = 2, each: int | None = None) 
     coverage = Coverage(
         {factor: list(values) for factor, values in FACTORS.items()}, seed=SEED, strength=strength
     )
-    for choices in TOO_MANY:
+    for choices in (*TOO_MANY, NO_VERDICTS):
         coverage.refuse(choices)
     found, limits, rng = Tried(), most(), random.Random(SEED)
     while found.accepted < rows and (row := coverage.row()) is not None:
@@ -259,6 +259,10 @@ TOO_MANY: Sequence[Row] = (
     {"members": "3", "groups": "2"},
 )
 """Steps of more batches than can be enumerated in a second."""
+NO_VERDICTS: Row = {"algorithm": "rejection", "keep": "default", "filter": "zero variance"}
+"""`keep=success` imitates nothing here, as the problems have no verdicts, and the filter then leaves
+no group.
+"""
 
 
 def unnamed(part: Row, why: str) -> list[str]:

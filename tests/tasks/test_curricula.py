@@ -197,6 +197,7 @@ def test_a_task_that_could_not_be_read_back_is_refused_before_it_is_played(
 def test_seeds_of_any_size_and_of_numpy_are_integers() -> None:
     class Source:
         def task(self, index: int) -> Task:
-            return Task("qa", [2**70, -1, np.int64(3)][index], {}, "t")  # type: ignore[list-item]
+            seeds: list[Any] = [2**70, -1, np.int64(3)]
+            return Task("qa", seeds[index], {}, "t")
 
     assert [next_task(Source(), index).seed for index in range(3)] == [2**70, -1, 3]
