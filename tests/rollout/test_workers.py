@@ -4,10 +4,11 @@ import asyncio
 import gc
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,8 +30,8 @@ from agentrl.rollout.assignment import Assignment, MemberReport, TokensSampled, 
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
-from agentrl.rollout.workers.host import OpenParts
-from agentrl.rollout.workers.messages import PlayedPolicy
+from agentrl.rollout.workers.host import OpenParts, _Playing
+from agentrl.rollout.workers.messages import PlayedPolicy, Received
 from agentrl.rollout.workers.pool import RolloutWorkers, WorkerRunner
 from agentrl.rollout.workers.progress import ProgressReader, ProgressSender
 from agentrl.rollout.workers.scaling import WorkerScaling
@@ -495,3 +496,23 @@ def test_an_episode_whose_memory_is_gone_is_lost_with_its_worker(monkeypatch):
             await eventually(lambda: memory_of_parcels()[1] == 0)
 
     asyncio.run(main())
+
+
+def test_a_receipt_that_comes_when_a_worker_has_ended_closes_no_descriptor_again() -> None:
+    closings: list[int] = []
+
+    async def play() -> None:
+        closed = asyncio.get_running_loop().create_future()
+        link: Any = SimpleNamespace(closed=closed, send=lambda message: None)
+        engines: Any = SimpleNamespace(
+            connecting=lambda start: nullcontext(), take=lambda message: False
+        )
+        parcel: Any = SimpleNamespace(close=lambda: closings.append(7))
+        runner: Any = None
+        playing = _Playing(0, engines, runner, parcels={7: parcel})
+        playing.stopped.set()
+        await playing.play_over(link)
+        playing.take(Received(7))
+
+    asyncio.run(play())
+    assert closings == [7]

@@ -129,8 +129,8 @@ class _Playing:
                     await self.stopped.wait()
                 self.flow.cancel()
         finally:
-            for parcel in self.parcels.values():
-                parcel.close()
+            while self.parcels:
+                self.parcels.popitem()[1].close()
 
     def take(self, message: Any) -> None:
         """Take a message of the controller."""
@@ -151,7 +151,9 @@ class _Playing:
             case MemoryShared():
                 self.shares_memory = True
             case Received(number):
-                self.parcels.pop(number).close()
+                # It may come while the worker ends, which has closed all of them.
+                if number in self.parcels:
+                    self.parcels.pop(number).close()
             case Stop():
                 self.stopped.set()
 
