@@ -66,6 +66,7 @@ _KILLED, _NOT_FOUND, _NOT_STARTED = 137, 127, 126
 _FORWARDER = Path(__file__).with_name("forwarder.py").read_text()
 _ROOT_USERS = {"", "0", "root", "0:0", "root:root"}
 _PIECE_BYTES = 1 << 16
+_LONGEST_GROUP = 32  # characters of the number of a process group
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 _COUNT_KILLS = (
     "cd /sys/fs/cgroup; cat memory.events memory/memory.oom_control 2> /dev/null"
@@ -604,7 +605,8 @@ class _Running:
             # The first line is the process group (`_COMMAND`), and may come in several parts.
             line, newline, part = (self._begun + part).partition(b"\n")
             if not newline or not line.isdigit():
-                self._begun = line + newline + part
+                # A container whose shell was replaced may never end the line.
+                self._begun = (line + newline + part)[:_LONGEST_GROUP]
                 return
             self.group = line.decode()
         (self.stderr if stream == 2 else self.stdout).add(part)

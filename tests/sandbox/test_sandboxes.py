@@ -32,7 +32,7 @@ from agentrl.protocols import (
 )
 from agentrl.sandbox.archive import archive_of, checked_archive, files_of
 from agentrl.sandbox.cut_output import CutOutput, KeptOutput
-from agentrl.sandbox.docker import DockerSandbox, DockerSandboxes, translated
+from agentrl.sandbox.docker import DockerSandbox, DockerSandboxes, _Running, translated
 from agentrl.sandbox.jails import JailSandboxes
 from agentrl.sandbox.providers import (
     borrow_provider,
@@ -687,3 +687,11 @@ def test_memory_that_is_used_up_is_named(docker_host: str) -> None:
         assert (await sh(sandbox, "kill -9 $$")).ended_by == "itself"
 
     play_with("docker", docker_host, main)
+
+
+def test_a_shell_that_never_ends_its_first_line_fills_no_memory() -> None:
+    running = _Running(Command(("true",)))
+    for _ in range(8):
+        running._take_output(1, b"7" * (1 << 16))
+    assert not running.group
+    assert len(running._begun) <= 64
