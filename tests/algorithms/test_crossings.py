@@ -260,8 +260,8 @@ TOO_MANY: Sequence[Row] = (
 )
 """Steps of more batches than can be enumerated in a second."""
 NO_VERDICTS: Row = {"algorithm": "rejection", "keep": "default", "filter": "zero variance"}
-"""`keep=success` imitates nothing here, as the problems have no verdicts, and the filter then leaves
-no group.
+"""`keep=success` imitates nothing here, as the problems have no verdicts, and the filter then
+leaves no group.
 """
 
 
