@@ -138,10 +138,10 @@ recipe:
   critic_warmup: 8
   demonstrations: {player: "doors:anything", episodes: 256, episodes_per_step: 16, lr: 3e-3}
 algorithm: archer
-steps: 30
+steps: 50
 env: doors:Doors
 rollout: {groups_per_step: 32, group_size: 1, budget: {turns: 3}, sampling: {max_tokens: 3}}
-trainer: {lr: 5e-4}
+trainer: {lr: 2e-4}
 critic: {lr: 3e-3, minibatches: 4}
 evaluation: {tasks: 50}
 trackers: []
