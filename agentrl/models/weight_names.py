@@ -7,6 +7,7 @@ one tensor (`mlp.experts.gate_up_proj`) and are published one by one
 between the two here. Weights travel and are saved under their published names.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -123,7 +124,16 @@ class WeightNames:
         return rules
 
 
-class PublishedWeights(Mapping[str, "Tensor"]):
+class MadeOnAccess(Mapping[str, "Tensor"]):
+    """Weights that are made when they are read, of other tensors."""
+
+    @property
+    @abstractmethod
+    def sources(self) -> "Iterable[Tensor]":
+        """The tensors that they are made of, and change with."""
+
+
+class PublishedWeights(MadeOnAccess):
     """A model's weights by their published names. Only one layer's are held beside the model's own
     tensors.
     """
@@ -170,4 +180,4 @@ def _layer(name: str) -> str:
     return ".".join(parts[: next((i for i, part in enumerate(parts) if part.isdigit()), -1) + 1])
 
 
-__all__ = ["PublishedWeights", "WeightNames"]
+__all__ = ["MadeOnAccess", "PublishedWeights", "WeightNames"]

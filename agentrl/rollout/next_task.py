@@ -1,5 +1,7 @@
 """`next_task`: the task of an index, from a task source that may return anything."""
 
+from typing import SupportsIndex
+
 from agentrl.errors import ConfigError
 from agentrl.protocols import TaskSource
 from agentrl.settings.base import check_plain
@@ -31,7 +33,7 @@ def _problem(name: object, seed: object) -> str:
     nothing does.
     """
     # True and False are integers, but text of another kind. Those of numpy are none.
-    if not hasattr(seed, "__index__") or isinstance(seed, bool):
+    if not isinstance(seed, SupportsIndex) or isinstance(seed, bool):
         return f"seed is {seed!r:.80}: write an integer"
     if not isinstance(name, str):
         return f"id is {name!r:.80}: write text"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.errors import ConfigError
 from agentrl.models.source import weight_files as files_of
+from agentrl.models.weight_names import MadeOnAccess
 from agentrl.weights.shipment import shipment_of
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Factors(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class LowRank(Mapping[str, "Tensor"]):
+class LowRank(MadeOnAccess):
     """All weights of a model by their Hugging Face names: those of the folder `base`, plus
     `factors`.
 

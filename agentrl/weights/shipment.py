@@ -6,9 +6,10 @@ from abc import abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from agentrl.errors import WeightsError
+from agentrl.models.weight_names import MadeOnAccess
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,16 +137,6 @@ class Shipment(Mapping[str, "Tensor"]):
             WeightsError: there will be none.
         """
         return self
-
-
-@runtime_checkable
-class MadeOnAccess(Protocol):
-    """Weights that are made when they are read, of other tensors."""
-
-    @property
-    def sources(self) -> Iterable["Tensor"]:
-        """The tensors that they are made of, and change with."""
-        ...
 
 
 class DirectShipment(Shipment):
