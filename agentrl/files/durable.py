@@ -98,9 +98,9 @@ def remove_folder(path: Path) -> None:
     remove_left(away)
 
 
-def remove_left(path: Path) -> None:
+def remove_left(path: Path) -> bool:
     """Remove a file or a folder, if it is there. If it cannot be removed, this is said, and nothing
-    is raised.
+    is raised. Returns whether it is gone.
     """
     try:
         if path.is_dir() and not path.is_symlink():
@@ -108,9 +108,11 @@ def remove_left(path: Path) -> None:
         else:
             path.unlink(missing_ok=True)
     except FileNotFoundError:
-        return
+        return True
     except OSError as error:
         _warn_that_it_stays(path, error.strerror)
+        return False
+    return True
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -59,7 +59,8 @@ class Profiler(AbstractContextManager["Profiler"]):
         self._begun: deque[tuple[str, float]] = deque()
         self._phase: tuple[str, float] | None = None
         self._recording: _Recording | None = None
-        self._answered: set[Path] = set()
+        self._staying: set[Path] = set()
+        """Requests that were answered and cannot be removed, as those in another user's folder."""
 
     def __enter__(self) -> Self:
         if self._always:
@@ -98,9 +99,7 @@ class Profiler(AbstractContextManager["Profiler"]):
         if self._folder.is_dir():
             # Names with a leading dot are files that are still being written.
             requests = set(self._folder.glob(f"[!.]*{REQUEST}"))
-            # Those of another user's folder cannot be removed.
-            for request in sorted(requests - self._answered):
-                self._answered.add(request)
+            for request in sorted(requests - self._staying):
                 self._answer(request)
         return _TICK_SECONDS
 
@@ -118,7 +117,8 @@ class Profiler(AbstractContextManager["Profiler"]):
                 write_whole(request.with_suffix(FAILED), f"{error}\n")
             except OSError as unwritten:
                 logger.warning("%s cannot be answered: %s; %s", request, error, unwritten)
-        remove_left(request)
+        if not remove_left(request):
+            self._staying.add(request)
 
     def _stop(self) -> None:
         recording, self._recording = self._recording, None

@@ -15,6 +15,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace as PerfettoT
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackEvent
 
 from agentrl.errors import ConfigError
+from agentrl.files.durable import write_whole
 from agentrl.flow import SpanLog, record_spans, run_steadily, span
 from agentrl.observe.profiler import FOLDER, Profiler
 from agentrl.observe.trace_file import Slice, TraceFile, read_trace
@@ -227,14 +228,18 @@ def test_a_live_run_records_when_a_file_asks_for_it_and_says_why_not(tmp_path, m
     folder = tmp_path / FOLDER
     folder.mkdir()
     with Profiler(tmp_path, always=False):
-        (folder / "one.request").write_text("0.05\n")
+        write_whole(folder / "one.request", "0.05\n")
         trace = read_trace(wait_for(folder / "one.pftrace"))
         assert trace.end > trace.begin
-        (folder / "wrong.request").write_text("soon\n")
+        write_whole(folder / "wrong.request", "soon\n")
         assert "soon" in wait_for(folder / "wrong.failed").read_text()
-        (folder / "long.request").write_text("600\n")
+        wait_until(lambda: not (folder / "wrong.request").exists())
+        (folder / "wrong.failed").unlink()
+        write_whole(folder / "wrong.request", "later\n")  # a name may come again
+        assert "later" in wait_for(folder / "wrong.failed").read_text()
+        write_whole(folder / "long.request", "600\n")
         wait_for(folder / ".unfinished-long.pftrace")
-        (folder / "second.request").write_text("1\n")
+        write_whole(folder / "second.request", "1\n")
         assert "another trace" in wait_for(folder / "second.failed").read_text()
     assert (folder / "long.pftrace").exists()  # the run's end ends the trace
     assert not list(folder.glob("*.request"))
@@ -246,10 +251,10 @@ def test_a_request_that_cannot_be_answered_is_said_once_and_ends_nothing(
     monkeypatch.setattr("agentrl.observe.profiler._TICK_SECONDS", 0.01)
     folder = tmp_path / FOLDER
     (folder / "wrong.failed" / "in the way").mkdir(parents=True)  # as if it were another user's
-    (folder / "wrong.request").write_text("soon\n")
+    write_whole(folder / "wrong.request", "soon\n")
     with Profiler(tmp_path, always=False):
         wait_until(lambda: caplog.records)
-        (folder / "one.request").write_text("0.05\n")
+        write_whole(folder / "one.request", "0.05\n")
         wait_for(folder / "one.pftrace")
     (said,) = [record.message for record in caplog.records]
     assert said.startswith(f"{folder / 'wrong.request'} cannot be answered: ")
