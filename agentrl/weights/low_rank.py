@@ -61,7 +61,7 @@ class LowRank(MadeOnAccess):
 
     @property
     def sources(self) -> Iterator["Tensor"]:
-        """See `MadeOnAccess`. Nobody changes the folder."""
+        """See `MadeOnAccess`: the factors, as the files of the folder stay the same."""
         for A, B, _ in self.factors.values():
             yield A
             yield B
