@@ -20,9 +20,9 @@ from agentrl.observe.metrics import (
     by_agent,
     by_env,
     same_answers,
+    success_interval,
     success_share,
     verdicts,
-    wilson_interval,
 )
 from agentrl.observe.reports import HELD_OUT
 from agentrl.trajectory import Score, Trajectory, Unscored
@@ -56,19 +56,17 @@ class Evaluation:
         return {f"{self.prefix}{name}": value for name, value in values.items()}
 
     def _means_over_episodes(self) -> dict[str, float]:
-        """Means over episodes: each held-out task is played once."""
+        """Means over episodes: each held-out task is played once. Intervals are over tasks, as an
+        episode of several agents has a score for each.
+        """
         trajectories = [trajectory for trajectory, _ in self.scored]
-        known = verdicts(self.scored)
-        low, high = wilson_interval(sum(known), len(known))
-        values = score_values(self.scored)
+        success, values = success_interval(self.scored), score_values(self.scored)
         return {
             "success": success_share(self.scored),
-            "success_low": low,
-            "success_high": high,
+            "success_low": success.low,
+            "success_high": success.high,
             "reward": fmean(values) if values else math.nan,
-            "reward_error": (
-                stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-            ),
+            "reward_error": self._reward_error(),
             "turns": self._mean_turns(),
             "episodes": float(len(trajectories)),
             "failed": float(len(self.failed)),
@@ -77,11 +75,27 @@ class Evaluation:
             **by_env(self.scored, self.envs),
         }
 
-    def _means_over_tasks(self) -> dict[str, float]:
-        """Means over tasks, of which each is the mean of its samples, with pass@k."""
+    def _reward_error(self) -> float:
+        """The standard error of the mean score, over tasks: what one agent of a game wins, another
+        may lose.
+        """
+        means = [fmean(own) for scored in self._by_task().values() if (own := score_values(scored))]
+        return stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+
+    def _by_task(self) -> Mapping[str, list[tuple[Trajectory, Score]]]:
         by_task = defaultdict[str, list[tuple[Trajectory, Score]]](list)
         for trajectory, score in self.scored:
-            by_task[trajectory.task.id.rpartition("/")[0]].append((trajectory, score))
+            by_task[self._task_of(trajectory)].append((trajectory, score))
+        return by_task
+
+    def _task_of(self, trajectory: Trajectory) -> str:
+        """The id of an episode's task, of which a suite plays samples (`TASK/SAMPLE`)."""
+        task = trajectory.task.id
+        return task if self.name == HELD_OUT else task.rpartition("/")[0]
+
+    def _means_over_tasks(self) -> dict[str, float]:
+        """Means over tasks, of which each is the mean of its samples, with pass@k."""
+        by_task = self._by_task()
         shares: list[float] = []
         means: list[float] = []
         for scored in by_task.values():
@@ -98,7 +112,7 @@ class Evaluation:
         }
         intervals = {"success": share_over_tasks(shares), "reward": mean_over_tasks(means)}
         if self.samples > 1:
-            complete, by_k = passes(self._verdicts_by_player(), self.samples)
+            complete, by_k = passes(self._verdicts_of_agents(), self.samples)
             metrics["pass_tasks"] = float(complete)
             intervals |= {f"pass@{k}": interval for k, interval in by_k.items()}
         for name, interval in intervals.items():
@@ -107,15 +121,17 @@ class Evaluation:
             metrics[f"{name}_high"] = interval.high
         return metrics
 
-    def _verdicts_by_player(self) -> Mapping[Hashable, list[bool]]:
+    def _verdicts_of_agents(self) -> Mapping[Hashable, Iterable[list[bool]]]:
         """The verdicts on each agent's answers to each task: k games of an agent are k answers, and
         those of its opponents in them are no more answers.
         """
-        by_player = defaultdict[Hashable, list[tuple[Trajectory, Score]]](list)
-        for trajectory, score in self.scored:
-            task = trajectory.task.id.rpartition("/")[0]
-            by_player[task, trajectory.agent].append((trajectory, score))
-        return {player: verdicts(scored) for player, scored in by_player.items()}
+        found: dict[Hashable, Iterable[list[bool]]] = {}
+        for task, scored in self._by_task().items():
+            by_agent = defaultdict[str, list[tuple[Trajectory, Score]]](list)
+            for trajectory, score in scored:
+                by_agent[trajectory.agent].append((trajectory, score))
+            found[task] = [verdicts(own) for own in by_agent.values()]
+        return found
 
     def _mean_turns(self) -> float:
         turns = [len(trajectory.turns) for trajectory, _ in self.scored]

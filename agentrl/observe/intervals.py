@@ -7,11 +7,9 @@ one task are not independent (E. Miller, "Adding error bars to evals", arXiv:241
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev, stdev
-
-from agentrl.observe.metrics import wilson_interval
 
 _Z = 1.959964
 
@@ -35,6 +33,25 @@ def pass_at_k(successes: int, samples: int, k: int) -> float:
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} needs at least {k} samples, got {samples}")
     return 1.0 - math.comb(samples - successes, k) / math.comb(samples, k)
+
+
+def wilson_interval(successes: int, episodes: int) -> tuple[float, float]:
+    """The 95 % confidence interval of a success rate: the rates at which so many successes are not
+    unusual.
+
+    E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927);
+    unlike the rate plus or minus its standard error, it stays within [0, 1] and has a width where
+    all or none succeed. NaN for no episodes.
+    """
+    if episodes == 0:
+        return math.nan, math.nan
+    z, rate = _Z, successes / episodes
+    centre = rate + z * z / (2 * episodes)
+    half_width = z * math.sqrt(rate * (1 - rate) / episodes + z * z / (4 * episodes * episodes))
+    scale = 1 + z * z / episodes
+    low, high = (centre - half_width) / scale, (centre + half_width) / scale
+    # Rounding must not leave out the rate itself.
+    return max(0.0, min(low, rate)), min(1.0, max(high, rate))
 
 
 def mean_over_tasks(values: Sequence[float]) -> Interval:
@@ -70,16 +87,22 @@ def share_over_tasks(values: Sequence[float]) -> Interval:
 
 
 def passes(
-    by_task: Mapping[Hashable, Sequence[bool]], samples: int
+    by_task: Mapping[Hashable, Iterable[Sequence[bool]]], samples: int
 ) -> tuple[int, dict[int, Interval]]:
     """pass@k for k = 1, 2, 4, ... up to `samples`, all of the same tasks, and how many these are:
     those of which enough answers are known for the largest k. NaN if there are none.
+
+    `by_task`: the verdicts on each agent's answers to each task. The value of a task is the mean of
+    its agents, which are not independent.
     """
     ks = [2**power for power in range(samples.bit_length()) if 2**power <= samples]
-    known = [own for own in by_task.values() if len(own) >= ks[-1]]
-    return len(known), {
-        k: share_over_tasks([pass_at_k(sum(own), len(own), k) for own in known]) for k in ks
-    }
+    enough = ([own for own in agents if len(own) >= ks[-1]] for agents in by_task.values())
+    known = [agents for agents in enough if agents]
+    found: dict[int, Interval] = {}
+    for k in ks:
+        means = [fmean(pass_at_k(sum(own), len(own), k) for own in agents) for agents in known]
+        found[k] = share_over_tasks(means)
+    return len(known), found
 
 
 def paired_difference(

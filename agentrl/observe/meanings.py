@@ -82,7 +82,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "agents/<agent>/success": "Share of its successful episodes.",
         "agents/<agent>/turns": "Its mean turns.",
         "envs/<env>/<metric>": (
-            "The same of one environment of a mixture: `reward`, `success`, `turns`, `tokens`."
+            "The same of one environment of a mixture: `reward`, `success` with its interval over"
+            " tasks, `turns`, `tokens`."
         ),
         "envs/<env>/groups": "Its groups in the batch.",
         "envs/<env>/episodes": "Its episodes in the batch.",
@@ -329,12 +330,12 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
             "Share of successful held-out episodes; NaN if nothing tells which these are."
         ),
         "eval/success_low": (
-            "Lower end of its 95 % confidence interval (Wilson): of 200 episodes, some 6 points"
-            " lower."
+            "Lower end of its 95 % confidence interval over tasks (Wilson): of 200 episodes, some 6"
+            " points lower."
         ),
         "eval/success_high": "Upper end of that interval.",
         "eval/reward": "Mean score of the held-out episodes.",
-        "eval/reward_error": "Standard error of that mean.",
+        "eval/reward_error": "Standard error of that mean, over tasks.",
         "eval/turns": "Mean turns of a held-out episode.",
         "eval/episodes": "Held-out episodes that came to an end.",
         "eval/failed": "Held-out episodes that failed. They are not averaged in.",
@@ -350,8 +351,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
             "Share of its tasks of which one of k answers succeeds, without bias."
         ),
         "eval/<suite>/pass_tasks": (
-            "The tasks of all `pass@k`: enough of their answers are known for the largest k. With"
-            " several agents, a task counts once for each."
+            "The tasks of all `pass@k`: enough of their answers are known for the largest k, of one"
+            " agent at least. Of several, the mean counts."
         ),
         "eval/<suite>/reward": "Mean score over its tasks.",
         "eval/<suite>/<metric>_low": "Lower end of the 95 % interval, over tasks.",

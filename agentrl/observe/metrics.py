@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -15,6 +15,7 @@ import numpy as np
 from agentrl.algorithms.samples import TracedBatch
 from agentrl.errors import StorageError
 from agentrl.files.durable import write_whole
+from agentrl.observe.intervals import Interval, share_over_tasks
 from agentrl.tokens.arrays import IntArray
 from agentrl.trajectory import Group, Score, Trajectory, Unscored, columns_of, succeeded
 
@@ -199,13 +200,12 @@ def by_env(scored: Sequence[tuple[Trajectory, Score]], envs: Sequence[str]) -> d
         if own := [
             (trajectory, score) for trajectory, score in scored if trajectory.task.env == env
         ]:
-            known = verdicts(own)
-            low, high = wilson_interval(sum(known), len(known))
+            success = success_interval(own)
             metrics |= {
                 f"envs/{env}/reward": mean_reward(own),
                 f"envs/{env}/success": success_share(own),
-                f"envs/{env}/success_low": low,
-                f"envs/{env}/success_high": high,
+                f"envs/{env}/success_low": success.low,
+                f"envs/{env}/success_high": success.high,
                 f"envs/{env}/turns": fmean(len(trajectory.turns) for trajectory, _ in own),
                 f"envs/{env}/episodes": float(len(own)),
                 f"envs/{env}/tokens": float(sum(one.num_played_tokens for one, _ in own)),
@@ -225,29 +225,21 @@ def success_share(scored: Iterable[tuple[Trajectory, Score]]) -> float:
     return fmean(known) if known else math.nan
 
 
+def success_interval(scored: Iterable[tuple[Trajectory, Score]]) -> Interval:
+    """The mean success of each task, over tasks: the members of a group, and the agents of one
+    game, are not independent.
+    """
+    by_task = defaultdict[str, list[bool]](list)
+    for trajectory, score in scored:
+        if (verdict := succeeded(trajectory, score)) is not None:
+            by_task[trajectory.task.id].append(verdict)
+    return share_over_tasks([fmean(known) for known in by_task.values()])
+
+
 def mean_reward(scored: Iterable[tuple[Trajectory, Score]]) -> float:
     """The mean score; NaN where all parts of the reward compare members, and none was compared."""
     values = [score.value for _, score in scored if not isinstance(score.status, Unscored)]
     return fmean(values) if values else math.nan
-
-
-def wilson_interval(successes: int, episodes: int) -> tuple[float, float]:
-    """The 95 % confidence interval of a success rate: the rates at which so many successes are not
-    unusual.
-
-    E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927);
-    unlike the rate plus or minus its standard error, it stays within [0, 1] and has a width where
-    all or none succeed. NaN for no episodes.
-    """
-    if episodes == 0:
-        return math.nan, math.nan
-    z, rate = 1.959964, successes / episodes
-    centre = rate + z * z / (2 * episodes)
-    half_width = z * math.sqrt(rate * (1 - rate) / episodes + z * z / (4 * episodes * episodes))
-    scale = 1 + z * z / episodes
-    low, high = (centre - half_width) / scale, (centre + half_width) / scale
-    # Rounding must not leave out the rate itself.
-    return max(0.0, min(low, rate)), min(1.0, max(high, rate))
 
 
 def is_evaluation(row: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from agentrl.errors import ConfigError
-from agentrl.observe.metrics import wilson_interval
+from agentrl.observe.intervals import wilson_interval
 from tests.chat_templates import templates
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

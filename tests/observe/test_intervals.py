@@ -25,8 +25,8 @@ from agentrl.observe.intervals import (
     pass_at_k,
     passes,
     share_over_tasks,
+    wilson_interval,
 )
-from agentrl.observe.metrics import wilson_interval
 from agentrl.observe.reports import (
     Conditions,
     EpisodeResult,
@@ -72,14 +72,14 @@ def test_tasks_that_are_all_alike_give_no_certainty() -> None:
 
 
 def test_passes_are_of_powers_of_two_and_all_of_the_same_tasks() -> None:
-    count, found = passes({"a": [True, False, False, False], "b": [True, True]}, 5)
+    count, found = passes({"a": [[True, False, False, False]], "b": [[True, True]]}, 5)
     assert (count, list(found)) == (1, [1, 2, 4])
     assert [found[k].value for k in (1, 2, 4)] == pytest.approx([0.25, 0.5, 1.0])
 
 
 @given(st.lists(st.lists(st.booleans(), max_size=4), max_size=6))
 def test_more_answers_never_pass_less(answers: list[list[bool]]) -> None:
-    count, found = passes({str(task): own for task, own in enumerate(answers)}, 4)
+    count, found = passes({str(task): [own] for task, own in enumerate(answers)}, 4)
     assert count == sum(len(own) == 4 for own in answers)
     values = [found[k].value for k in (1, 2, 4)]
     assert values == sorted(values) if count else all(map(math.isnan, values))

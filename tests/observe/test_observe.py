@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.observe.curve import draw_curve
-from agentrl.observe.metrics import MetricsFile, rollout_metrics, wilson_interval
+from agentrl.observe.intervals import wilson_interval
+from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.trajectory import (
     SEGMENT,

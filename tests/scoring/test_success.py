@@ -18,6 +18,7 @@ from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError
 from agentrl.gateway.outcome import AgentOutcome, outcome_of
 from agentrl.observe.evaluation import Evaluation
+from agentrl.observe.intervals import share_over_tasks, wilson_interval
 from agentrl.observe.metrics import rollout_metrics
 from agentrl.observe.reports import EpisodeResult, EvaluationReport, compare
 from agentrl.recipes.demonstrations import judged
@@ -164,10 +165,41 @@ def test_pass_at_k_is_of_the_answers_of_one_agent() -> None:
 
     games = [(game(sample, "first"), game(sample, "second")) for sample in range(2)]
     whole = Evaluation((*games[0], *games[1]), (), "wide", samples=2).metrics()
-    assert (whole["eval/wide/pass@2"], whole["eval/wide/pass_tasks"]) == (0.5, 2.0)
+    assert (whole["eval/wide/pass@2"], whole["eval/wide/pass_tasks"]) == (0.5, 1.0)
     # Of one game, both agents' answers are known: these are not two answers.
     half = Evaluation(games[0], (games[1][0][0],), "wide", samples=2).metrics()
     assert half["eval/wide/pass_tasks"] == 0.0
+
+
+def a_game(number: int, agent: str, *, won: bool) -> tuple[Trajectory, Score]:
+    task = Task("duel", number, {}, f"duel-{number}")
+    return replace(played({"success": won}), task=task, agent=agent), Score(won - 0.5)
+
+
+def test_a_game_is_one_outcome_however_many_agents_it_has() -> None:
+    together = [
+        a_game(number, agent, won=number < 4) for number in range(8) for agent in ("one", "two")
+    ]
+    metrics = Evaluation(tuple(together), (), envs=("duel",)).metrics()
+    low, high = wilson_interval(4, 8)
+    assert (metrics["eval/success_low"], metrics["eval/success_high"]) == (low, high)
+    assert metrics["eval/envs/duel/success_low"] == low
+    assert metrics["eval/reward_error"] == pytest.approx(math.sqrt(2 / 7 / 8))
+
+
+def test_nothing_is_left_to_chance_in_the_mean_of_games_with_one_winner_each() -> None:
+    against = [
+        a_game(number, agent, won=(agent == "one") == (number < 6))
+        for number in range(8)
+        for agent in ("one", "two")
+    ]
+    metrics = Evaluation(tuple(against), ()).metrics()
+    expected = share_over_tasks([0.5] * 8)
+    assert (metrics["eval/success_low"], metrics["eval/success_high"]) == (
+        expected.low,
+        expected.high,
+    )
+    assert (metrics["eval/success"], metrics["eval/reward_error"]) == (0.5, 0.0)
 
 
 def test_a_program_without_a_verdict_succeeds_by_the_runs_reward() -> None:
