@@ -312,7 +312,9 @@ def _harness(program: str, test: Call | str, mark: str) -> str:
         found = (
             f"scope[{test.call!r}]" if test.call.isidentifier() else f"eval({test.call!r}, scope)"
         )
-        check = f"last = json.dumps({found}({arguments}))"
+        # Numbers and arrays of NumPy, which JSON has no form for, give that of Python's own.
+        returned = f"{found}({arguments}), default=lambda one: one.tolist()"
+        check = f"last = json.dumps({returned})"
     else:
         check = f"exec(compile({test!r}, 'test.py', 'exec'), scope)\nlast = ''"
     return f"""

@@ -1,6 +1,7 @@
 """The reward by tests: what passes, what fails, and that no broken sandbox is a score."""
 
 import asyncio
+import sysconfig
 from collections.abc import Sequence
 from typing import Any
 
@@ -131,6 +132,25 @@ def test_lines_of_spaces_in_a_text_of_the_program_stay() -> None:
     program = 'def f(): return """a\n   \nb"""'
     tests = [{"call": "f", "returns": "a\n   \nb"}]
     assert scores([answer(program, tests)])[0].value == 1.0
+
+
+def test_numbers_and_arrays_of_numpy_are_those_of_python() -> None:
+    program = (
+        "import os\nos.environ['OPENBLAS_NUM_THREADS'] = '1'\nimport numpy as np\n"
+        "def f(*xs): return [np.sum(xs), np.sort(xs), np.any(xs)]"
+    )
+    tests = [
+        {"call": "f", "args": [3, 1], "returns": [4, [1, 3], True]},
+        {"call": "f", "args": [3, 1], "returns": [5, [1, 3], True]},
+        {"call": "f", "args": [3, 1], "returns": [4, [3, 1], True]},
+    ]
+    sandbox = SandboxConfig(
+        size=1,
+        paths=(sysconfig.get_path("purelib"),),
+        limits=SandboxLimits(wall=60.0, cpu=20.0, memory=4 << 30),
+    )
+    (score,) = scores([answer(program, tests)], CodeTests.Config(sandbox=sandbox))
+    assert score.value == pytest.approx(1 / 3)
 
 
 def test_a_test_may_call_a_method_and_a_builtin_is_no_function_of_the_program() -> None:
