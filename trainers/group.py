@@ -497,7 +497,7 @@ def longest_sample(model: Path) -> int:
         config = json.loads((model / "config.json").read_text())
     except FileNotFoundError:
         return MOST_TOKENS  # the ranks say what is missing
-    positions = config.get("text_config", config).get("max_position_embeddings")
+    positions = (config.get("text_config") or config).get("max_position_embeddings")
     return int(positions or MOST_TOKENS)
 
 

@@ -1,5 +1,8 @@
 """Slices of a sequence, and what a context changes in the settings."""
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from agentrl.errors import ConfigError
 from agentrl.trainers.compute.context import ContextGroup, ContextSlice, check_heads
 from agentrl.trainers.fsdp import FsdpTrainer
+from agentrl.trainers.group import longest_sample
 from agentrl.trainers.settings import MOST_TOKENS
 
 
@@ -36,6 +40,22 @@ def test_each_token_is_in_one_slice_and_slices_are_equally_long(
     for one, own_O in zip(slices(tokens, ranks), own, strict=True):
         found_O = one.cut(values_S)[places_N[own_O] - one.start]
         assert found_O.tolist() == values_S[places_N[own_O]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({"max_position_embeddings": 96}, 96),
+        ({"max_position_embeddings": 96, "text_config": None}, 96),
+        ({"text_config": {"max_position_embeddings": 64}}, 64),
+        ({}, MOST_TOKENS),
+    ],
+)
+def test_a_sample_is_as_long_as_the_config_of_its_model_has_positions(
+    tmp_path: Path, config: Mapping[str, Any], tokens: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert longest_sample(tmp_path) == tokens
 
 
 def test_a_micro_batch_has_room_for_the_tokens_of_all_ranks_that_compute_it() -> None:
