@@ -15,12 +15,13 @@ from pydantic import Field
 
 from agentrl.conversation.chats import is_chat, read_chat
 from agentrl.errors import ConfigError
+from agentrl.hosting.beginnings import BEGIN
 from agentrl.recipes.recordings import Recorded, read_recordings
 from agentrl.settings.base import Settings
 from agentrl.tasks.columns import column, format_names
 from agentrl.tasks.rows import BadRowError, rows_of, sources
 from agentrl.tokens.arrays import constant
-from agentrl.trajectory import Message, Role, Trajectory
+from agentrl.trajectory import Message, Role, Task, Trajectory
 
 T = TypeVar("T")
 
@@ -40,8 +41,8 @@ class PreferencesConfig(Settings):
     pairs_per_task: int = Field(8, gt=0)
     """Most pairs of one task (and agent), drawn at random, if `path` is the folder of a run."""
     held_out: float = Field(0.1, ge=0, lt=1)
-    """Share of the pairs (of a run: of the tasks) that is not trained on, but used to measure
-    accuracy.
+    """Share of the pairs (of a run: of the tasks, of which a row of data is one in all epochs) that
+    is not trained on, but used to measure accuracy.
     """
     epochs: int = Field(1, gt=0)
     """Passes over the pairs."""
@@ -202,10 +203,15 @@ def _parse_messages(
 def _read_run(folder: Path, pairs_per_task: int, rng: Random) -> Iterator[Preference]:
     # Agents have goals and prompts of their own, so each is compared with itself.
     played: dict[tuple[str, str], list[Recorded]] = defaultdict(list)
+    # A row of data is a task of its own in each epoch. It is held out, or trained on, in all.
+    problems: dict[str, str] = {}
     for one in read_recordings(folder):
         if not isnan(one.score):
-            played[one.trajectory.task.id, one.trajectory.agent].append(one)
-    for (task, _), episodes in sorted(played.items(), key=lambda pair: pair[0]):
+            task = one.trajectory.task
+            played[task.id, one.trajectory.agent].append(one)
+            problems.setdefault(_problem_of(task), task.id)
+    for _, episodes in sorted(played.items(), key=lambda pair: pair[0]):
+        problem = problems[_problem_of(episodes[0].trajectory.task)]
         differing = [
             (
                 (one.trajectory, other.trajectory)
@@ -217,4 +223,14 @@ def _read_run(folder: Path, pairs_per_task: int, rng: Random) -> Iterator[Prefer
         ]
         for better, worse in rng.sample(differing, min(pairs_per_task, len(differing))):
             tokens = (better, worse) if better.turns and worse.turns else None
-            yield Preference(task, better.messages, worse.messages, tokens)
+            yield Preference(problem, better.messages, worse.messages, tokens)
+
+
+def _problem_of(task: Task) -> str:
+    """A text that is equal for tasks of one problem, wherever they begin in it. Without options,
+    as in recordings of the gateway, the id alone tells tasks apart.
+    """
+    if not task.options:
+        return task.id
+    own = {name: value for name, value in task.options.items() if name != BEGIN}
+    return json.dumps([task.env, task.seed, own], sort_keys=True)

@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import math
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from random import Random
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from agentrl.config import load_config
 from agentrl.errors import ConfigError, RewardError
+from agentrl.hosting.beginnings import BEGIN
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.recipes.preferences import PreferencesConfig, read_preferences, split
 from agentrl.rewards import reward_model
@@ -77,6 +79,27 @@ def test_a_file_and_a_run_give_pairs_of_the_better_and_the_worse(tmp_path: Path)
     training, held_out = split(pairs, 0.5, Random(1))
     assert {pair.task for pair in training}.isdisjoint(pair.task for pair in held_out)
     assert len(training) + len(held_out) == 3
+
+
+def test_a_row_of_data_is_held_out_in_all_epochs_or_in_none(tmp_path: Path) -> None:
+    def played(row: int, epoch: int, said: str, begin: str = "") -> Trajectory:
+        options = {"prompt": f"row {row}", **({BEGIN: [begin]} if begin else {})}
+        task = Task("qa", row, options, f"train-{4 * epoch + row:06d}")
+        return replace(trajectory(said), task=task)
+
+    scored = [
+        (played(row, epoch, said, "" if epoch < 2 else "later"), Score(value))
+        for epoch in range(3)
+        for row in range(4)
+        for said, value in (("a", 1.0), ("b", 0.0))
+    ]
+    write_trajectories(tmp_path / "trajectories" / "step_000000.parquet", scored)
+    pairs = read(tmp_path)
+    assert len(pairs) == 12
+    training, held_out = split(pairs, 0.5, Random(1))
+    assert {pair.task for pair in held_out}.isdisjoint(pair.task for pair in training)
+    assert len({pair.task for pair in pairs}) == 4
+    assert len(held_out) == 6
 
 
 @pytest.mark.parametrize(
