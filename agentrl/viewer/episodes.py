@@ -2,6 +2,7 @@
 the run's files.
 """
 
+import re
 import sqlite3
 import threading
 from collections import defaultdict
@@ -67,6 +68,8 @@ CREATE OR REPLACE TABLE episodes AS SELECT
     CASE WHEN f.fate = 'failed' THEN split_part(f.why, ':', 1) END AS layer
 FROM trajectories t FULL JOIN fates f ON t.id = f.id;
 """
+_FILES = "read_parquet({}, filename = true, file_row_number = true, hive_partitioning = false)"
+"""The rows of files. In DuckDB's default, a folder `env=sokoban` replaces the files' own `env`."""
 _STEP_OF_FILE = "CAST(regexp_extract(filename, '_([0-9]+)\\.parquet$', 1) AS INTEGER)"
 KINDS = ("trajectories", "untrained")
 """The folders of a run with episodes: of the batches of its steps, and some of the others."""
@@ -297,12 +300,12 @@ class EpisodeIndex:
             return []
         return self._dicts(
             "WITH called AS (SELECT filename AS file, hash(id, agent) AS episode, unnest(calls) AS"
-            " call FROM read_parquet(?, filename = true)) SELECT call.name AS name, file, count(*)"
+            f" call FROM {_FILES.format('?')}) SELECT call.name AS name, file, count(*)"
             " AS calls, count(*) FILTER (call.refused) AS failed, sum(call.seconds) AS seconds,"
             " quantile_cont(call.seconds::FLOAT, 0.5) AS median, quantile_cont(call.seconds::FLOAT,"
             " 0.99) AS p99, count(DISTINCT episode) AS episodes FROM called GROUP BY GROUPING SETS"
             " ((call.name), (call.name, file)) ORDER BY calls DESC, name",
-            [list(paths)],
+            [_as_patterns(paths)],
         )
 
     def named(self, name: str) -> list[dict[str, Any]]:
@@ -405,9 +408,8 @@ class EpisodeIndex:
             " '/step_[0-9]{1,9}\\.parquet$') THEN regexp_extract(filename,"
             f" '([a-z]+)/step_[0-9]+\\.parquet$', 1) ELSE '{EVALUATION}' ||"
             f" regexp_extract(filename, '/([^/]+)_[0-9]+\\.parquet$', 1) END, {_STEP_OF_FILE},"
-            f" file_row_number, {shown} FROM read_parquet(?, filename = true, file_row_number ="
-            " true)",
-            [paths],
+            f" file_row_number, {shown} FROM {_FILES.format('?')}",
+            [_as_patterns(paths)],
         )
 
     def _read_fates(self, path: Path) -> None:
@@ -481,16 +483,16 @@ class EpisodeIndex:
         """Put the episodes of files for which a condition holds into a table."""
         insert = (
             f"INSERT INTO {table} SELECT id, agent, {_STEP_OF_FILE} "
-            f"FROM read_parquet($1, filename = true) WHERE {condition}"
+            f"FROM {_FILES.format('$1')} WHERE {condition}"
         )
         try:
             if files:
-                self._db.execute(insert, [list(files), *values])
+                self._db.execute(insert, [_as_patterns(files), *values])
         except self._unread:
             for file in files:
                 # It is written again, has just been deleted, or is of an earlier release.
                 with suppress(*self._unread):
-                    self._db.execute(insert, [[file], *values])
+                    self._db.execute(insert, [_as_patterns([file]), *values])
 
     def _histogram(self, query: EpisodeQuery, found: str) -> dict[str, Any]:
         """The number of scores in each of some bars of equal width from `low` to `high`."""
@@ -531,6 +533,11 @@ def _file_name(kind: str, step: int) -> str:
         if name == kind
         else f"{KINDS[0]}/{name}_{step:06d}.parquet"
     )
+
+
+def _as_patterns(paths: Sequence[str]) -> list[str]:
+    """Paths as DuckDB takes them, which would read the files of `a1` for those of `a[1]`."""
+    return [re.sub(r"[*?\[]", r"[\g<0>]", path) for path in paths]
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -185,3 +185,23 @@ def test_files_of_a_release_that_had_more_statuses_are_read(made):
         (row,) = index.page(EpisodeQuery(status=status))["rows"]
         episode = EpisodeReader(RunFolder("run", made.folder), index).episode(row["id"])
         assert episode["trajectory"]["status"] == row["status"] == status
+
+
+@pytest.mark.parametrize("name", ["run[1]", "run?", "ru*", "env=sokoban", "task=7/score=high"])
+def test_the_episodes_of_a_folder_with_any_name_are_its_own(tmp_path, name):
+    runs = [
+        MadeUpRun(tmp_path / "run1" / "run", tools=("other",)),
+        MadeUpRun(tmp_path / name / "run", texts=("A Dragon.",), tools=("own",)),
+    ]
+    for run in runs:
+        run.begin()
+        run.step()
+    pages = [index_of(run).page(EpisodeQuery(limit=100)) for run in runs]
+    shown = ("id", "env", "task", "fate", "step", "place")
+    other, own = ([[row[key] for key in shown] for row in page["rows"]] for page in pages)
+    assert own == other
+    assert pages[1]["unreadable"] == []
+    index = index_of(runs[1])
+    assert index.page(EpisodeQuery(text="dragon"))["total"] == 17
+    assert [tool["name"] for tool in index.tools()["tools"]] == ["own"]
+    assert index.page(EpisodeQuery(tool="own"))["total"] == 16
