@@ -206,22 +206,13 @@ def trainer_footprint(
     micro-batch is as large as `micro_batch_tokens`, or as the longest episode, which is never cut
     except over the ranks of a context.
     """
-    trained = trained_parameters(facts, layout)
-    mesh = layout.mesh
+    trained, mesh = trained_parameters(facts, layout), layout.mesh
     shards = max(1, ranks // mesh.replicate)
-    part = {stage: shards if layout.shards >= stage else 1 for stage in (1, 2, 3)}
     tokens = -(-max(layout.micro_batch_tokens, longest) // mesh.context)
-    state = {
-        "weights": 4 * facts.parameters // part[3],
-        "gradients": 4 * trained // part[2],
-        "optimizer": int((2 * layout.moment_bytes + 4 * layout.copies_weights) * trained)
-        // part[1],
-    }
+    state = _state(facts, layout, ranks)
     # A checkpoint that is being written: copies of weights and moments in float32.
     host = {"checkpoint": 12 * trained // ranks}
-    if layout.offload:
-        away = [name for name in state if name != "weights" or layout.shards == 3]
-        host |= {f"offloaded {name}": state.pop(name) for name in away}
+    host |= {f"offloaded {name}": state.pop(name) for name in _offloaded(layout)}
     whole = layout.accumulates_whole and micro_batches > 1 and ranks > 1
     if whole:
         state["whole gradients"] = 4 * trained
@@ -236,6 +227,37 @@ def trainer_footprint(
         peak["activations"] -= inputs
         host["activations"] = inputs
     return Footprint({**state, **peak}, host)
+
+
+def _state(facts: ModelFacts, layout: TrainerLayout, ranks: int) -> dict[str, int]:
+    """The bytes of a rank's part of weights, gradients and optimizer, wherever they are."""
+    trained = trained_parameters(facts, layout)
+    shards = max(1, ranks // layout.mesh.replicate)
+    part = {stage: shards if layout.shards >= stage else 1 for stage in (1, 2, 3)}
+    moments = 2 * layout.moment_bytes + 4 * layout.copies_weights
+    return {
+        "weights": 4 * facts.parameters // part[3],
+        "gradients": 4 * trained // part[2],
+        "optimizer": int(moments * trained) // part[1],
+    }
+
+
+def _offloaded(layout: TrainerLayout) -> tuple[str, ...]:
+    """What of a rank's state is in the host's memory."""
+    if not layout.offload:
+        return ()
+    return ("gradients", "optimizer", *(("weights",) if layout.shards == 3 else ()))
+
+
+def trainer_asleep(
+    facts: ModelFacts, layout: TrainerLayout, ranks: int, *, trains: bool = True
+) -> int:
+    """Bytes that a rank moves from its device to its host's memory before it sleeps: weights, and
+    the optimizer if it `trains`. Gradients are dropped.
+    """
+    state = _state(facts, layout, ranks)
+    moved = {"weights", "optimizer"} if trains else {"weights"}
+    return sum(state[use] for use in moved.difference(_offloaded(layout)))
 
 
 def _fsdp_peaks(
@@ -501,13 +523,9 @@ def engine_footprint(
     An engine that takes a `fraction` fills it with cache; one that takes what it needs has a cache
     of `max_batch` contexts of `episode_tokens`.
     """
-    weights = weight_bytes(facts, layout) // devices
-    if layout.data_parallel > 1:
-        experts = block_number(layout) * facts.expert_parameters // devices
-        weights -= experts - experts // layout.data_parallel
     together = devices * layout.data_parallel > 1
     parts = {
-        "weights": weights,
+        "weights": weights_on_device(facts, layout, devices),
         "step activations": _largest_step_bytes(facts, layout, devices),
         **process_parts(kind, assume, together=together, graphs=layout.graphs),
     }
@@ -549,6 +567,15 @@ def weight_bytes(facts: ModelFacts, layout: EngineLayout) -> int:
     """Bytes of the weights of one copy of the model."""
     outside = facts.parameters - facts.blocks
     return block_number(layout) * facts.blocks + layout.number * outside
+
+
+def weights_on_device(facts: ModelFacts, layout: EngineLayout, devices: int) -> int:
+    """Bytes of the weights of one replica on each of the `devices` of a copy."""
+    weights = weight_bytes(facts, layout) // devices
+    if layout.data_parallel > 1:
+        experts = block_number(layout) * facts.expert_parameters // devices
+        weights -= experts - experts // layout.data_parallel
+    return weights
 
 
 def context_bytes(facts: ModelFacts, layout: EngineLayout, devices: int, tokens: int) -> int:

@@ -269,7 +269,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
         if devices.time_shared and len(awake) > 1 and kind.is_gpu:
             asleep = {role: size.asleep for role, size in awake.items()}
             transfer = _at_transfer(awake) + moved.held + moved.received
-            host_parts.update(_asleep_in_host(stages, awake))
+            host_parts.update(stages.asleep(devices, device))
         peak = _peak(awake, asleep)
         # A transfer that does not fit never happens: the trainer sleeps first.
         if transfer is not None and transfer <= limit:
@@ -325,27 +325,6 @@ def _at_transfer(awake: Mapping[str, Footprint]) -> int:
         size.asleep + sum(size.parts.get(use, 0) for use in _AT_TRANSFER[role])
         for role, size in awake.items()
     )
-
-
-def _asleep_in_host(stages: Stages, awake: Mapping[str, Footprint]) -> dict[str, int]:
-    """Bytes in the host's memory of what sleeps. A trainer keeps its memory there while it is
-    awake, too.
-    """
-    helpers = {
-        "sleeping reference": awake["trainer"].parts.get("reference", 0),
-        # Gradients do not sleep: 4 of the bytes of each parameter (weight, gradient, two moments).
-        "sleeping critic": awake["trainer"].parts.get("critic", 0),
-    }
-    if stages.critic is not None:
-        state = 8 + 2 * stages.critic.moment_bytes
-        helpers["sleeping critic"] = int(helpers["sleeping critic"] * (1 - 4 / state))
-    trainer = sum(awake["trainer"].parts.get(part, 0) for part in ("weights", "optimizer"))
-    sizes = {
-        "sleeping engine": awake["engine"].parts["weights"],
-        "sleeping trainer": trainer,
-        **helpers,
-    }
-    return {use: size for use, size in sizes.items() if size}
 
 
 def _trainer_process(stages: Stages, work: Workload, devices: DeviceMap) -> Footprint:

@@ -7,6 +7,7 @@ itself has no formula: its times go into a `World`, where the production schedul
 batches, tails, staleness and overlap count.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
@@ -30,8 +31,10 @@ from agentrl.placement.footprint import (
     summed,
     tokens_cached,
     trained_parameters,
+    trainer_asleep,
     unit_numbers,
     weight_bytes,
+    weights_on_device,
 )
 from agentrl.placement.rows import lockstep_ratio, pack_rows
 from agentrl.rollout.config import RolloutConfig
@@ -415,18 +418,26 @@ class Stages:
         kind = devices.inventory.kind
         if not devices.time_shared or not kind.is_gpu:
             return 0.0
-        shards = len(devices.of("trainer")) // self.trainer.mesh.replicate
-        sharded = max(1, shards) if self.trainer.shards >= 3 else 1
-        state = 4 + 2 * self.trainer.moment_bytes  # gradients are dropped
-        each = (
-            (0 if self.trainer.offload else state)
-            + (4 if self.reference else 0)
-            + (state if self.critic else 0)
-        )
-        trainer = each * self.facts.parameters // sharded
-        engine = weight_bytes(self.facts, self.engine) // devices.tensor_parallel()
-        rate = kind.host_link * self.assume.links * self.assume.switches
-        return 2 * (trainer + engine) / rate
+        most = max(sum(self.asleep(devices, device).values()) for device in devices.shared)
+        return 2 * most / (kind.host_link * self.assume.links * self.assume.switches)
+
+    def asleep(self, devices: DeviceMap, device: int) -> dict[str, int]:
+        """Bytes in the host's memory of what sleeps on a device, by role, if roles take turns. The
+        trainer keeps its part there while it is awake, too.
+        """
+        facts, here = self.facts, Counter(replica.role for replica in devices.on(device))
+        ranks = len(devices.of("trainer"))
+        weights = weights_on_device(facts, self.engine, devices.tensor_parallel())
+        sizes = {"sleeping engine": here["engine"] * (1 + self.frozen) * weights}
+        for role, layout in (
+            ("trainer", self.trainer),
+            ("reference", self.reference),
+            ("critic", self.critic),
+        ):
+            if layout is not None:
+                size = trainer_asleep(facts, layout, ranks, trains=role != "reference")
+                sizes[f"sleeping {role}"] = here["trainer"] * size
+        return {use: size for use, size in sizes.items() if size}
 
     def simulated_engine(
         self, work: Workload, devices: DeviceMap, base: SimulatedEngineConfig

@@ -266,6 +266,27 @@ def test_a_reference_and_a_critic_are_counted_where_the_trainer_is() -> None:
     assert helped.step.switch > alone.step.switch
 
 
+@pytest.mark.parametrize(
+    ("gpus", "more"),
+    [
+        (1, ["trainer.lora={rank: 8, alpha: 16, targets: all-linear}"]),
+        (2, ["model=Qwen/Qwen3-4B", "env.agents.south=frozen", "engine.memory_fraction=0.4"]),
+        (8, ["model=Qwen/Qwen3-30B-A3B", "trainer.moments=int8", "engine.data_parallel=8"]),
+        (8, ["algorithm=ppo", "algorithm.kl=0.1"]),
+    ],
+    ids=["adapters", "frozen agent", "divided experts", "reference and critic"],
+)
+def test_switches_take_as_long_as_what_sleeps_is_moved(gpus: int, more: list[str]) -> None:
+    plan = planned(Inventory.uniform(H100, gpus), "colocated_8gpu", *SMALL, *more)
+    moved = max(
+        sum(size for use, size in load.host_parts.items() if use.startswith("sleeping"))
+        for load in plan.loads
+    )
+    assert plan.step is not None
+    assert plan.step.switch == pytest.approx(2 * moved / (64e9 * 0.7))
+    assert moved >= max(load.awake["engine"].parts["weights"] for load in plan.loads)
+
+
 @pytest.mark.parametrize("another", ["env.agents.south=frozen", "recipe=distill"])
 def test_an_engine_of_a_frozen_agent_or_a_teacher_is_counted_beside_that_of_the_policy(
     another: str,
