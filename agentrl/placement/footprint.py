@@ -578,6 +578,15 @@ def weights_on_device(facts: ModelFacts, layout: EngineLayout, devices: int) -> 
     return weights
 
 
+def weights_read(facts: ModelFacts, layout: EngineLayout, devices: int, requests: float) -> float:
+    """Bytes of the weights that each of the `devices` of a copy reads in a decoding step of so many
+    requests for each copy: of experts, those that one of them chooses.
+    """
+    chosen_by = requests * layout.data_parallel
+    missed = (facts.parameters - facts.read(chosen_by)) / (devices * layout.data_parallel)
+    return weights_on_device(facts, layout, devices) - block_number(layout) * missed
+
+
 def context_bytes(facts: ModelFacts, layout: EngineLayout, devices: int, tokens: int) -> int:
     """Bytes of the cache of a context of so many tokens on each device."""
     number = layout.kv_number or layout.number

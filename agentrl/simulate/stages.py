@@ -22,7 +22,6 @@ from agentrl.placement.devices import DeviceKind
 from agentrl.placement.footprint import (
     EngineLayout,
     TrainerLayout,
-    block_number,
     context_bytes,
     dispatched,
     engine_footprint,
@@ -35,6 +34,7 @@ from agentrl.placement.footprint import (
     unit_numbers,
     weight_bytes,
     weights_on_device,
+    weights_read,
 )
 from agentrl.placement.rows import lockstep_ratio, pack_rows
 from agentrl.rollout.config import RolloutConfig
@@ -445,10 +445,10 @@ class Stages:
         """The settings of the simulated engine: a step of B requests takes `fixed + B * each`
         seconds.
 
-        `fixed` is the time to read the weights once, of experts those that the requests choose;
-        `each` is the time to read a request's KV cache and to multiply by every weight that a token
-        meets. This is the roofline of Pope et al. 2022 (arXiv 2211.05102), except that its two
-        terms are added instead of taking the larger one.
+        `fixed` is the time in which each device reads its part of the weights once, of experts
+        those that the requests choose; `each` is the time to read a request's KV cache and to
+        multiply by every weight that a token meets. This is the roofline of Pope et al. 2022 (arXiv
+        2211.05102), except that its two terms are added instead of taking the larger one.
         """
         facts, layout, kind = self.facts, self.engine, devices.inventory.kind
         split, context = devices.tensor_parallel(), round(work.episode_tokens)
@@ -464,8 +464,9 @@ class Stages:
         live = min(layout.max_batch, max(1.0, work.episodes / max(1, copies)))
         each = 2 * (facts.active + facts.embedding) / flops
         prefill = each
-        each += context_bytes(facts, layout, 1, max(1, context // 2)) / bandwidth
-        fixed = block_number(layout) * facts.read(live) / bandwidth
+        # All devices of a copy read at once; each has at least one head of keys, or the latent.
+        each += split * context_bytes(facts, layout, split, max(1, context // 2)) / bandwidth
+        fixed = split * weights_read(facts, layout, split, live) / bandwidth
         if kind.is_gpu:
             fixed += self.assume.engine_step_seconds
             sums = 2 * facts.layers * (split > 1)

@@ -287,6 +287,44 @@ def test_switches_take_as_long_as_what_sleeps_is_moved(gpus: int, more: list[str
     assert moved >= max(load.awake["engine"].parts["weights"] for load in plan.loads)
 
 
+@pytest.mark.parametrize(
+    ("over", "more"),
+    [
+        ((1, 8), ["engine.data_parallel=8"]),
+        ((4, 2), ["engine.tensor_parallel=4", "engine.data_parallel=2"]),
+        ((8, 1), ["engine.tensor_parallel=8"]),
+        ((4, 1), ["engine.tensor_parallel=4", "engine.quantization=fp8"]),
+    ],
+    ids=["experts over 8", "experts over 2 x 4", "more devices than heads of keys", "fp8"],
+)
+def test_a_token_takes_the_time_in_which_a_device_reads_its_part_of_weights_and_cache(
+    over: tuple[int, int], more: list[str]
+) -> None:
+    chosen = config("qwen3_30b_a3b", "engine.dtype=bfloat16", *more)
+    inventory, facts, assume = Inventory.uniform(H100, 8), model_of(chosen), chosen.placement.assume
+    devices = make_plan(chosen, inventory, facts).devices
+    work, stages = workload(chosen.rollout, chosen.simulation), stages_of(chosen, facts)
+    made = stages.simulated_engine(work, devices, chosen.simulation.engine)
+    (split, copies), fp8 = over, "engine.quantization=fp8" in more
+    # Each request of a batch chooses 8 of 128 experts; the 512 episodes fill one at most.
+    each_copy = 512 / (len(devices.of("engine")) * copies)
+    requests = min(each_copy, stages.engine.max_batch) * copies
+    experts = facts.expert_parameters * (1 - (1 - 8 / 128) ** requests) / copies
+    blocks = facts.blocks - facts.expert_parameters + experts
+    read = ((1 if fp8 else 2) * blocks + 2 * (facts.parameters - facts.blocks)) / split
+    rate = H100.bandwidth * assume.engine_bandwidth
+    fixed = made.seconds_per_token * (1 - made.slowdown)
+    sums = 2 * 48 * (split > 1)
+    waits = assume.engine_step_seconds + sums * assume.all_reduce_seconds
+    assert fixed == pytest.approx(read / rate + waits, rel=1e-6)
+    # Half of an episode's tokens, of at least one of 4 heads of keys of 128 numbers.
+    cache = 2 * 48 * 2 * 128 * max(1, 4 // split) * (round(work.episode_tokens) // 2)
+    computed = 2 * (facts.active + facts.embedding) / (split * H100.flops * assume.engine_flops)
+    sent = sums * 2 * 2 * 2048 * (split - 1) / split / (H100.link * assume.links)
+    each = made.seconds_per_token * made.slowdown * copies
+    assert each == pytest.approx(cache / rate + computed + sent, rel=1e-6)
+
+
 @pytest.mark.parametrize("another", ["env.agents.south=frozen", "recipe=distill"])
 def test_an_engine_of_a_frozen_agent_or_a_teacher_is_counted_beside_that_of_the_policy(
     another: str,
