@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -180,17 +181,22 @@ class RunFolder:
         return {name: str(origin) for name, origin in self._json("origins.json").items()}
 
     def phases(self) -> list[Phase]:
-        """The phases of the run's loop, in order. A phase that the end of the process has cut short
+        """The phases of the run's loop, in order. A phase that the end of its launch has cut short
         has no length.
         """
         begun = self._read_cached("timeline.jsonl", _parse_timeline) or []
+        launches = self._read_cached("launches.jsonl", read_launches) or []
+        launched = sorted(at for row in launches if (at := _time(row["at"])) is not None)
         phases = []
         for (row, begin), follows in zip_longest(begun, begun[1:]):
             end: float | None = begin
             if follows is None:
                 status = self.status()
                 end = None if status["live"] and status["phase"] else begin
-            elif follows[0].get("pid") == row.get("pid"):
+            # A notebook resumes in the same process, and in containers each may be number 1.
+            elif follows[0].get("pid") == row.get("pid") and bisect_right(
+                launched, begin
+            ) == bisect_right(launched, follows[1]):
                 end = max(begin, follows[1])
             phases.append(Phase(step=row["step"], phase=str(row["phase"]), begin=begin, end=end))
         return phases

@@ -1,5 +1,7 @@
 """Where the time went: sets of busy resources, loads, and what follows from them."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -198,6 +200,19 @@ def test_a_phase_that_its_process_did_not_live_to_end_has_no_length(tmp_path):
         ("rollout", 10),
         ("train", 0),
     ]
+
+
+def test_a_phase_ends_with_its_launch_also_if_the_next_one_has_the_same_process(tmp_path):
+    begun = [(0, "rollout", "00:00:00"), (0, "train", "00:00:10"), (0, "rollout", "05:00:01")]
+    rows = [
+        {"pid": 1, "step": step, "phase": phase, "since": f"2030-01-01T{at}+00:00"}
+        for step, phase, at in begun
+    ]
+    (tmp_path / "timeline.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    launches = [{"at": f"2030-01-01T{at}+00:00"} for at in ("00:00:00", "05:00:00")]
+    (tmp_path / "launches.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in launches))
+    phases = RunFolder("run", tmp_path).phases()
+    assert [one["end"] - one["begin"] for one in phases] == [10, 0, 0]
 
 
 def test_a_run_that_was_never_timed_has_no_lanes(tmp_path):
