@@ -3,13 +3,14 @@ suite.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.text import Text
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -34,9 +35,19 @@ def draw_curve(rows: Rows, path: Path, title: str) -> None:
     for draw, axes in zip(panels, plots, strict=True):
         draw(axes)
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right", fontsize="small")
+        legend = axes.legend(loc="lower right", fontsize="small")
+        show_names_as_written([axes.title, *legend.get_texts()])
     plots[-1].set_xlabel("training step")
     figure.savefig(path, dpi=120)
+
+
+def show_names_as_written(texts: "Iterable[Text]") -> None:
+    """Have texts drawn that hold names of others: two dollar signs are no formula, and a byte that
+    is no text is a question mark.
+    """
+    for text in texts:
+        text.set_parse_math(False)
+        text.set_text(text.get_text().encode("utf-8", "replace").decode())
 
 
 def _matching_names(rows: Rows, pattern: str) -> list[str]:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from agentrl import plugins
 from agentrl.errors import ConfigError
+from agentrl.observe.curve import show_names_as_written
 from agentrl.viewer.folders import find_runs
 
 if TYPE_CHECKING:
@@ -93,9 +94,11 @@ class RunPlot:
             panel.set_xlabel("training step")
         if len(rows) > 1:
             handles, names = axes[0].get_legend_handles_labels()
-            self.figure.legend(
+            legend = self.figure.legend(
                 handles, names, loc="outside upper center", ncols=min(4, len(rows)), frameon=False
             )
+            show_names_as_written(legend.get_texts())
+        show_names_as_written(panel.title for panel in axes)
 
     def save(self, path: str | Path) -> None:
         """Write it as a picture; the ending of the name chooses the format (.png, .svg, .pdf)."""

@@ -1,6 +1,7 @@
 """What a run writes: metrics that survive a kill, curves, trajectories."""
 
 import json
+import os
 from dataclasses import replace
 
 import pyarrow.parquet as pq
@@ -134,6 +135,13 @@ def test_a_curve_is_drawn_with_and_without_evaluations(tmp_path):
         "b",
     )
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png"))
+
+
+@pytest.mark.parametrize("name", ["cost_$5_$6", "$", os.fsdecode(b"run\xff")])
+def test_a_curve_is_drawn_whatever_the_names_of_the_run_and_its_environments(tmp_path, name):
+    row = {"step": 0, "reward": 0.5, "success": 0.5, f"envs/{name}/success": 0.5}
+    draw_curve([{**row, f"eval/{name}/success": 0.5}], tmp_path / "curve.png", name)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_environments_and_suites_have_panels_of_their_own_in_the_curve(tmp_path):

@@ -38,6 +38,13 @@ def panels(made) -> dict:
     return {axes.get_title(): axes for axes in made.figure.axes if axes.get_visible()}
 
 
+def test_names_of_runs_and_metrics_are_no_formulas(runs):
+    (runs / "one").rename(runs / "cost_$5_$6")
+    with (runs / "two" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "envs/$5_$/success": 0.5}\n')
+    assert plot(runs, metrics=["envs/$5_$/success"])._repr_png_().startswith(PNG)
+
+
 def test_each_metric_has_a_panel_with_a_line_for_each_run_and_points_for_held_out_tasks(runs):
     made = plot(runs)
     found = panels(made)
