@@ -5,7 +5,7 @@ for a bound, and the rule must keep what it says of itself.
 from dataclasses import dataclass, field
 from random import Random
 
-from agentrl.errors import ConformanceError
+from agentrl.errors import RAISED_BY_CODE, ConformanceError, describe
 from agentrl.rollout.staleness import StalenessRule, Ticket
 
 _SCHEDULE_STEPS = 25
@@ -103,18 +103,26 @@ def check_staleness_rule(rule: type[StalenessRule], schedules: int = 200, seed: 
     Raises:
         ConformanceError: names what it breaks, and the schedule.
     """
+    if not (isinstance(rule, type) and issubclass(rule, StalenessRule)):
+        raise ConformanceError(
+            f"check_staleness_rule needs a subclass of StalenessRule, got {rule!r:.100}: it makes"
+            " one for each schedule"
+        )
+    if schedules < 1:
+        raise ConformanceError(f"check_staleness_rule needs a schedule, got schedules={schedules}")
     for number in range(schedules):
         rng = Random(f"{seed}/{number}")
         max_staleness, groups = rng.randint(0, 5), rng.randint(1, 6)
         failing = rng.choice((0.0, 0.1, 0.5))
-        made = rule(max_staleness=max_staleness, groups_per_step=groups)
         try:
+            made = rule(max_staleness=max_staleness, groups_per_step=groups)
             played = Adversary(made, rng, failing).drive(_SCHEDULE_STEPS)
             check_promises(made, played)
-        except ConformanceError as error:
+        except RAISED_BY_CODE as error:
+            found = error if isinstance(error, ConformanceError) else f"raised {describe(error)}"
             raise ConformanceError(
                 f"{rule.__name__}, with max_staleness={max_staleness}, groups_per_step={groups} and"
-                f" {failing:.0%} of groups failing: {error}"
+                f" {failing:.0%} of groups failing: {found}"
             ) from error
 
 

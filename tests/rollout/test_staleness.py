@@ -81,6 +81,28 @@ def test_a_rule_that_breaks_its_promise_is_found(rule, finding):
         check_staleness_rule(rule)
 
 
+def test_a_rule_that_raises_is_found_with_the_schedule():
+    class Raises(DeadlineFirst):
+        def select(self):
+            raise KeyError("lost")
+
+    with pytest.raises(ConformanceError, match=r"Raises, with max_staleness=.*raised KeyError"):
+        check_staleness_rule(Raises)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((DeadlineFirst(max_staleness=1, groups_per_step=1),), "needs a subclass of StalenessRule"),
+        (("drop",), "needs a subclass of StalenessRule, got 'drop'"),
+        ((DeadlineFirst, 0), "needs a schedule, got schedules=0"),
+    ],
+)
+def test_a_check_of_no_rule_or_no_schedule_is_refused(arguments, said):
+    with pytest.raises(ConformanceError, match=said):
+        check_staleness_rule(*arguments)
+
+
 def test_a_rule_that_keeps_its_promises_passes():
     check_staleness_rule(DeadlineFirst, schedules=20)
 
