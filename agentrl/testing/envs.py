@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -101,7 +101,7 @@ GARBAGE = (
 def check_env(
     make_env: Callable[[], Env],
     *,
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: Iterable[int] = (0, 1, 2),
     actions: Actions = None,
     options: Mapping[str, Any] | None = None,
     deadline: float = 5.0,
@@ -130,9 +130,10 @@ def check_env(
             "check_env needs a class or a function that makes an environment, got"
             f" {make_env!r:.100}"
         )
+    seeds = _listed(seeds)
     _check_played(seeds, actions, max_turns)
     check = _Check(
-        make_env, list(seeds), actions, dict(options or {}), deadline, max_turns, gold, address
+        make_env, seeds, actions, dict(options or {}), deadline, max_turns, gold, address
     )
     with _keep_global_rng():
         check.run()
@@ -142,6 +143,19 @@ def check_env(
         name = getattr(make_env, "__qualname__", repr(make_env))
         raise ConformanceError(f"{name} breaks the contract of an environment:\n{listed}{note}")
     return tuple(check.remarks)
+
+
+def _listed(seeds: object) -> list[int]:
+    """The seeds as a list, whatever gives them.
+
+    Raises:
+        ConformanceError: it is a single one.
+    """
+    if not isinstance(seeds, Iterable):
+        raise ConformanceError(
+            f"check_env needs a list of seeds, got {seeds!r:.100}: a single seed is a list too"
+        )
+    return list(seeds)
 
 
 def _check_played(seeds: Sequence[int], actions: Actions, max_turns: int) -> None:

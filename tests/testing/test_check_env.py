@@ -538,6 +538,8 @@ def test_an_environment_that_moves_is_found_where_its_address_is_relative(
     ("arguments", "said"),
     [
         ({"seeds": ()}, "at least one seed"),
+        ({"seeds": iter(())}, "at least one seed"),
+        ({"seeds": 3}, "needs a list of seeds, got 3"),
         ({"max_turns": 0}, "at least one seed and one turn"),
         ({"actions": []}, "a list of messages or a player"),
         ({"actions": "yes"}, "got 'yes': a single message is a list too"),
