@@ -2,8 +2,9 @@
 
 import asyncio
 import copy
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -16,7 +17,7 @@ from agentrl.errors import (
     ScoreError,
     is_cancellation,
 )
-from agentrl.flow import Flow, deadline
+from agentrl.flow import Flow, deadline, now
 from agentrl.protocols import RewardOffers, Rule
 from agentrl.scoring.config import RulePoolConfig
 from agentrl.scoring.part import Ask, RewardPart
@@ -78,7 +79,7 @@ def trajectory(
 
 def check_reward(
     make_reward: Callable[[], Any],
-    trajectories: Sequence[Trajectory],
+    trajectories: Iterable[Trajectory],
     *,
     pure: bool | None = None,
     seconds: float = 10.0,
@@ -95,16 +96,66 @@ def check_reward(
     Raises:
         ConformanceError: lists everything found, each with what to write instead.
     """
-    if not trajectories:
-        raise ConformanceError(
-            "check_reward needs at least one trajectory; agentrl.testing.trajectory makes one"
-        )
-    findings = asyncio.run(_collect_findings(make_reward, list(trajectories), pure, seconds))
+    _check_makes(make_reward)
+    played = _listed(trajectories)
+    if not 0 < seconds < math.inf:
+        raise ConformanceError(f"check_reward needs a positive deadline, got seconds={seconds!r}")
+    findings = asyncio.run(_collect_findings(make_reward, played, pure, seconds))
     if findings:
         listed = "\n".join(
             f"  {number}. {text}" for number, text in enumerate(dict.fromkeys(findings), 1)
         )
         raise ConformanceError(f"the reward breaks the contract:\n{listed}")
+
+
+def _check_makes(make_reward: object) -> None:
+    """Check that a reward can be made by a call without arguments.
+
+    Raises:
+        ConformanceError: it cannot, as with the reward itself, or a class with settings.
+    """
+    hint = "write `lambda: reward` for a reward that is there, or a plain function that scores"
+    if not callable(make_reward):
+        raise ConformanceError(
+            "check_reward needs a class or a function that makes the reward, got"
+            f" {make_reward!r:.100}: {hint}"
+        )
+    try:
+        signature = inspect.signature(make_reward)
+    except ValueError:  # some callables of C do not say
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise ConformanceError(
+            f"check_reward makes the reward by a call without arguments, and {make_reward!r:.100}"
+            f" does not allow that ({error}): {hint}, or `lambda: Reward(...)` for a class with"
+            " settings"
+        ) from error
+
+
+def _listed(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    """The trajectories as a list.
+
+    Raises:
+        ConformanceError: there are none, or these are none.
+    """
+    if isinstance(trajectories, Trajectory):
+        raise ConformanceError(
+            "check_reward needs a list of trajectories, got a single one: write `[trajectory]`"
+        )
+    played = list(trajectories) if isinstance(trajectories, Iterable) else [trajectories]
+    if not played:
+        raise ConformanceError(
+            "check_reward needs at least one trajectory; agentrl.testing.trajectory makes one"
+        )
+    for one in played:
+        if not isinstance(one, Trajectory):
+            raise ConformanceError(
+                f"check_reward needs a list of trajectories, got {one!r:.100} for one;"
+                " agentrl.testing.trajectory makes one from messages"
+            )
+    return played
 
 
 async def _collect_findings(
@@ -171,6 +222,7 @@ class _Asker:
 
     async def ask(self, trajectories: Sequence[Trajectory]) -> list[Score] | str:
         """The scores, or why there are none."""
+        began = now()
         try:
             with deadline("reward", "reward", self._seconds):
                 scores = await self._asked(trajectories)
@@ -187,6 +239,13 @@ class _Asker:
                 " RewardError(why) for what cannot be scored"
             )
             return type(error).__name__
+        if now() - began > self._seconds:
+            # No deadline ends what does not await: it holds up everything else of a run.
+            self.findings.append(
+                f"[deadline] {trajectories[0].id}: it blocked the event loop beyond its deadline of"
+                f" {self._seconds:g} s; await what takes long, or write a function without `async`,"
+                " which runs in its own thread"
+            )
         for score in scores:
             if isinstance(score.status, Failed) and not math.isnan(score.value):
                 self.findings.append(

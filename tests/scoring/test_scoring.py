@@ -475,6 +475,63 @@ def test_check_reward_finds_what_breaks_the_contract(make, said):
         check_reward(make, [trajectory("a", options={"kind": 1}), trajectory("bbb")], pure=True)
 
 
+class WithSettings:
+    """A reward that cannot be made without its settings."""
+
+    def __init__(self, settings):
+        self.settings = settings
+
+    def score(self, trajectory):
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((length, [PLAYED]), "without arguments, and .*length.*: write `lambda: reward`"),
+        ((length_async, [PLAYED]), "without arguments, and .*write `lambda: reward`"),
+        ((WithSettings, [PLAYED]), r"'settings'.*`lambda: Reward\(...\)` for a class"),
+        ((WithSettings(1), [PLAYED]), "makes the reward, got .*WithSettings.*`lambda: reward`"),
+        (("exact", [PLAYED]), "a class or a function that makes the reward, got 'exact'"),
+        ((lambda: length, PLAYED), r"got a single one: write `\[trajectory\]`"),
+        (
+            (lambda: length, ["a reply"]),
+            "list of trajectories, got 'a reply' for one; agentrl.test",
+        ),
+        ((lambda: length, None), "list of trajectories, got None for one"),
+        ((lambda: length, []), "needs at least one trajectory"),
+        ((lambda: length, iter(())), "needs at least one trajectory"),
+    ],
+)
+def test_check_reward_says_what_to_write_for_other_arguments(given, said):
+    with pytest.raises(ConformanceError, match=said):
+        check_reward(*given)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.inf, math.nan])
+def test_check_reward_refuses_a_deadline_that_is_none(seconds):
+    with pytest.raises(ConformanceError, match="positive deadline, got seconds="):
+        check_reward(lambda: length, [PLAYED], seconds=seconds)
+
+
+def test_check_reward_takes_what_makes_a_reward_without_arguments():
+    def with_default(reward=length):
+        return reward
+
+    for make in (with_default, partial(WithSettings, 1), Ranking):
+        check_reward(make, (one for one in [PLAYED]))
+
+
+def test_check_reward_finds_async_code_that_blocks_beyond_its_deadline():
+    class Blocks:
+        async def score(self, trajectory):
+            time.sleep(0.2)  # noqa: ASYNC251 (what is to be found)
+            return 0.5
+
+    with pytest.raises(ConformanceError, match=r"\[deadline\] .*blocked the event loop beyond"):
+        check_reward(Blocks, [trajectory("a")], seconds=0.1)
+
+
 def test_check_reward_lets_sound_rewards_and_honest_failures_pass():
     def fails(played):
         raise RewardError("the judge is down")
