@@ -130,7 +130,7 @@ class TrainingAssembly(RolloutAssembly):
             tasks.replay(run.ledger.fates_by_env(), gives_up=gives_up)
             self.state.add("tasks", tasks)
         if isinstance(tasks, Curriculum):
-            for number, task, rewards_G in run.ledger.outcomes():
+            for number, task, rewards_G in run.ledger.outcomes(before=step):
                 tasks.observe(number, task, rewards_G)
         disagreement, branches = None, self.config.rollout.branches
         if branches is not None and branches.at == "disagreement":
@@ -154,6 +154,7 @@ class TrainingAssembly(RolloutAssembly):
             places=lambda: places_of(self.config, self.engine.worker_count().alive),
             tokens=self.tokens,
             disagreement=disagreement,
+            filtered=run.ledger.filtered_since(step),
         )
         run.status.watch(rollouts.status)
         return rollouts

@@ -52,6 +52,9 @@ from agentrl.ledger.write_behind import WriteBehind
 from agentrl.settings.base import check_plain
 from agentrl.trajectory import Task
 
+Outcome = tuple[int, Task, tuple[float, ...]]
+"""Number, task and the members' rewards of a group that was played."""
+
 Fate = Literal["trained", "masked", "filtered", "stale", "cancelled", "failed"]
 """`masked`: it was in the batch of a step, and none of its tokens carried a loss."""
 
@@ -351,16 +354,29 @@ class LedgerReader:
         """The first task index that was never admitted."""
         return int(self._rows("SELECT COALESCE(MAX(number), -1) + 1 FROM tasks").fetchone()[0])
 
-    def outcomes(self) -> Iterator[tuple[int, Task, tuple[float, ...]]]:
-        """Number, task and rewards of tasks that were in a batch or filtered: by step, then
-        filtered ones first, then by number.
+    def outcomes(self, before: int | None = None) -> Iterator[Outcome]:
+        """The outcomes of tasks that were in a batch or filtered: by step, then filtered ones
+        first, then by number. `before`: only those of earlier steps.
         """
+        for record in self._played():
+            if before is None or (record.step is not None and record.step < before):
+                yield record.number, record.task, record.rewards
+
+    def filtered_since(self, step: int) -> Mapping[int, Sequence[Outcome]]:
+        """The outcomes of tasks that were filtered for the batches of `step` and later, by step."""
+        by_step: dict[int, list[Outcome]] = {}
+        for record in self._played():
+            if record.fate == "filtered" and record.step is not None and record.step >= step:
+                outcome = record.number, record.task, record.rewards
+                by_step.setdefault(record.step, []).append(outcome)
+        return by_step
+
+    def _played(self) -> Iterator[TaskRecord]:
         query = (
             f"SELECT {_TASK_COLUMNS} FROM tasks WHERE {_IN_A_BATCH} OR (fate = 'filtered' AND step"
             " IS NOT NULL) ORDER BY step, fate <> 'filtered', number"
         )
-        for record in map(_task_record, self._rows(query)):
-            yield record.number, record.task, record.rewards
+        return map(_task_record, self._rows(query))
 
     def fates_by_env(self) -> Iterator[tuple[int, str, Fate | None]]:
         """(number, environment, fate) of all tasks, by number."""

@@ -15,14 +15,14 @@ its task. If more tasks fail than the run allows, the run ends with an error tha
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 from agentrl.errors import DeadlineError, FilterBudgetError, RetriesExhaustedError, StalenessError
 from agentrl.flow import Channel, EventLog, Flow
-from agentrl.ledger.ledger import Ledger
+from agentrl.ledger.ledger import Ledger, Outcome
 from agentrl.protocols import (
     Curriculum,
     Engine,
@@ -88,7 +88,9 @@ class Rollouts:
     `rollout.filter_zero_variance`, others are replaced. `places` returns the number of requests
     that all engines can serve concurrently now, and 0 if it is not known. `tokens`: the budget of
     the engines' KV caches, if other schedulers use these engines too. `disagreement`: the
-    statistics of earlier launches for `rollout.branches.at=disagreement`.
+    statistics of earlier launches for `rollout.branches.at=disagreement`. `filtered`: by step, the
+    groups that an earlier launch has filtered for batches that it has not trained on, of which a
+    curriculum learns with those batches.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Rollouts:
         places: Callable[[], int] = lambda: 0,
         tokens: TokenBudget | None = None,
         disagreement: Disagreement | None = None,
+        filtered: Mapping[int, Sequence[Outcome]] | None = None,
     ) -> None:
         self._config = config
         self._places = places
@@ -140,7 +143,8 @@ class Rollouts:
         self._observe_at = 0
         self._failed_tasks: Counter[str] = Counter()  # by environment, of a mixture
         self._last_failures: deque[str] = deque(maxlen=5)
-        self._filtered: list[tuple[int, Group]] = []  # for the next batch
+        self._filtered: list[Outcome] = []  # for the next batch
+        self._filtered_before = filtered or {}
         self.blocked = False
         """`next_batch` is waiting."""
         self._mixture = tasks if isinstance(tasks, Mixture) else None
@@ -217,8 +221,9 @@ class Rollouts:
         chosen = [self._ready.pop(ticket) for ticket in in_order_of_admission]
         step = self._rule.version
         # In the order in which the ledger replays them.
-        self._report_outcomes(sorted(self._filtered, key=lambda played: played[0]))
-        self._report_outcomes(chosen)
+        filtered = [*self._filtered_before.get(step, ()), *self._filtered]
+        self._report_outcomes(sorted(filtered, key=lambda outcome: outcome[0]))
+        self._report_outcomes((number, group.task, group.rewards_G) for number, group in chosen)
         self._filtered = []
         for _, group in chosen:
             self._check_bound(group, step)
@@ -480,7 +485,7 @@ class Rollouts:
         why = f"all members earned {group.rewards_G[0]:g}" if same else "all advantages are 0"
         self._ledger.filtered(self._rule.next_step, number, why, group.rewards_G)
         self._events.record("filtered", group.task.id)
-        self._filtered.append((number, group))
+        self._filtered.append((number, group.task, tuple(group.rewards_G)))
         self._accounts.add_discarded("filtered", group)
         self._lose(group.task)
         if len(self._filtered) > self._config.max_filtered_per_step:
@@ -521,10 +526,10 @@ class Rollouts:
         self._events.record("stale", str(number))
         self._groups_left += 1
 
-    def _report_outcomes(self, played: Iterable[tuple[int, Group]]) -> None:
+    def _report_outcomes(self, outcomes: Iterable[tuple[int, Task, Sequence[float]]]) -> None:
         if self._curriculum is not None:
-            for number, group in played:
-                self._curriculum.observe(number, replace(group.task), group.rewards_G)
+            for number, task, rewards_G in outcomes:
+                self._curriculum.observe(number, replace(task), rewards_G)
 
     def _progress(self) -> tuple[int, int]:
         return self._episodes_ended, self._engine.stats().generated_tokens

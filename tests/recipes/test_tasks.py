@@ -3,15 +3,17 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from agentrl.envs.guess_number import weak_player
+from agentrl.errors import ConfigError
 from agentrl.ledger.ledger import read_ledger
+from agentrl.plugins import NoSettings
 from agentrl.settings.base import Settings
 from agentrl.tasks.seeded import SeededTasks
-from agentrl.trajectory import Task
+from agentrl.trajectory import Score, Task, Trajectory
 from tests.recipes.renaming import rename_metrics
 from tests.tasks.test_backplay import config_of, play, save
 
@@ -93,6 +95,85 @@ def test_a_curriculum_is_named_by_the_config_and_learns_the_same_outcomes_again_
     assert Widening.observed == expected
     fates = json.loads((tmp_path / "run" / "summary.json").read_text())["tasks"]
     assert (fates["trained"], fates["total"]) == (8, 8)
+
+
+FILTERED = """
+env: guess_number
+steps: 3
+tasks: "{module}:Drawing"
+reward: {{name: "{module}:EveryOther"}}
+rollout:
+  groups_per_step: 2
+  group_size: 2
+  max_live_episodes: 2
+  filter_zero_variance: true
+  budget: {{turns: 2}}
+  sampling: {{max_tokens: 4}}
+evaluation: {{tasks: 0}}
+checkpoint: {{every: 1}}
+trackers: []
+"""
+
+
+class EveryOther:
+    """A reward that tells the members of every other task apart."""
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        _, number, member, _ = trajectory.id.replace("-", "/").split("/")
+        return Score(float(int(number) % 2 and int(member)))
+
+
+class Drawing:
+    """A curriculum that knows which outcomes it had observed when it drew each task."""
+
+    class Config(Settings):
+        """It has none."""
+
+    drawn: ClassVar[dict[int, tuple[int, ...]]] = {}
+    fails_at: ClassVar[int | None] = None
+    """The task whose draw ends the run."""
+
+    def __init__(
+        self, config: Config, env: str, seed: int, split: str, options: Mapping[str, Any]
+    ) -> None:
+        self.seeded = SeededTasks(NoSettings(), env, seed, split, options)
+        self.observed: tuple[int, ...] = ()
+
+    def task(self, index: int) -> Task:
+        if self.seeded.split == "train":
+            if index == Drawing.fails_at:
+                raise ConfigError("the run ends here")
+            Drawing.drawn[index] = self.observed
+        return self.seeded.task(index)
+
+    def observe(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:
+        self.observed += (index,)
+
+
+@pytest.mark.parametrize("stopped_at", [6, 7])
+def test_a_run_stopped_after_it_filtered_draws_its_tasks_by_the_same_outcomes(
+    stopped_at: int,
+    tmp_path: Path,
+    agentrl: Any,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = {}
+    for name, fails_at in {"whole": None, "stopped": stopped_at}.items():
+        monkeypatch.setattr(Drawing, "drawn", {})
+        monkeypatch.setattr(Drawing, "fails_at", fails_at)
+        run, path = tmp_path / name, tmp_path / f"{name}.yaml"
+        path.write_text(
+            FILTERED.format(module=__name__) + f"model: {tiny_model_dir}\nrun_dir: {run}\n"
+        )
+        done = agentrl("train", str(path))
+        if fails_at is not None:
+            assert done.returncode == 2, done.stdout + done.stderr
+            monkeypatch.setattr(Drawing, "fails_at", None)
+            done = agentrl("train", "--resume", str(run))
+        assert done.returncode == 0, done.stdout + done.stderr
+        drawn[name] = Drawing.drawn
+    assert drawn["stopped"] == drawn["whole"]
 
 
 def test_a_file_of_questions_is_trained_on_once_an_epoch_and_a_run_does_not_go_on_with_another_file(
