@@ -46,6 +46,8 @@ class Share:
     """Groups trained on."""
     tokens: float = 0.0
     """Sampled tokens of the groups trained on."""
+    failed_before: int = 0
+    """Tasks that failed in earlier launches and count in its budget."""
     given_up: bool = False
     """The environment gets no more tasks."""
     numbers: dict[int, int] = field(default_factory=dict)
@@ -131,7 +133,9 @@ class Mixture:
     def replay(self, fates: Iterable[tuple[int, str, Fate | None]], *, gives_up: bool) -> None:
         """Continue an earlier launch, from (number, environment, fate) of its tasks in order.
 
-        `gives_up`: an environment that had spent its budget of failures gets no more tasks.
+        `gives_up`: an environment that had spent its budget of failures gets no more tasks, and
+        what the others had spent counts. If all had spent theirs, which ended the run, each has a
+        whole budget again.
 
         Raises:
             ConfigError: the earlier launch had tasks of an environment that is not there any more.
@@ -153,8 +157,12 @@ class Mixture:
                 " tasks of it: put it back (with a small weight it gets few tasks more); there is"
                 f" {', '.join(self._shares)}"
             )
-        for name, share in self._shares.items():
-            share.given_up = gives_up and failed[name] > share.max_failed_tasks
+        if gives_up and any(
+            failed[name] <= share.max_failed_tasks for name, share in self._shares.items()
+        ):
+            for name, share in self._shares.items():
+                share.failed_before = failed[name]
+                share.given_up = failed[name] > share.max_failed_tasks
 
     def _issue(self, share: Share, number: int) -> None:
         if isinstance(share.tasks, Curriculum):

@@ -451,13 +451,14 @@ class Rollouts:
         Raises:
             RetriesExhaustedError: the budget is spent, and no other environment takes its place.
         """
+        before = 0
         if self._mixture is None:
             env, allowed, setting = "", self._config.max_failed_tasks, "rollout.max_failed_tasks"
         else:
-            allowed = self._mixture[env].max_failed_tasks
-            setting = f"max_failed_tasks of {env}"
+            share, setting = self._mixture[env], f"max_failed_tasks of {env}"
+            allowed, before = share.max_failed_tasks, share.failed_before
         self._failed_tasks[env] += 1
-        failed = self._failed_tasks[env]
+        failed = before + self._failed_tasks[env]
         if failed <= allowed:
             return
         if self._mixture is not None and self._gives_up and self._mixture.give_up(env):

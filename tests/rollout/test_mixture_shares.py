@@ -127,6 +127,13 @@ def test_an_environment_that_is_given_up_gives_its_share_to_the_others_also_when
     assert {again.task(number).env for number in range(4, 9)} == {"b", "c"}
 
 
+def test_a_run_that_ended_as_all_had_spent_their_budgets_gets_them_again_when_resumed() -> None:
+    again = mixture(a=1, b=1)
+    again.replay([(n, "ab"[n % 2], "failed") for n in range(4)], gives_up=True)
+    assert [again.task(number).env for number in range(4, 8)] == ["a", "b", "a", "b"]
+    assert [again[env].failed_before for env in "ab"] == [0, 0]
+
+
 def test_a_curriculum_observes_the_outcomes_of_its_own_tasks_also_when_resumed() -> None:
     SEEN.clear()
     mixed = mixture(source=Remembering, a=1, b=1)

@@ -69,9 +69,16 @@ ENVS = {"healthy": Healthy, "slow": Slow, "crashing": Crashing}
 
 
 def play(
-    steps: int, weights: dict[str, float], *, budget: int = 10**6, gives_up: bool = False
+    steps: int,
+    weights: dict[str, float],
+    *,
+    budget: int = 10**6,
+    gives_up: bool = False,
+    failed_before: int = 0,
 ) -> list[Group]:
-    """The groups of so many steps of 10."""
+    """The groups of so many steps of 10. `failed_before`: the tasks of each environment that failed
+    in an earlier launch.
+    """
     groups: list[Group] = []
 
     async def main() -> None:
@@ -98,10 +105,13 @@ def play(
             )
             for name, weight in weights.items()
         ]
+        mixture = Mixture(shares)
+        failed = [name for name in weights for _ in range(failed_before)]
+        mixture.replay([(n, name, "failed") for n, name in enumerate(failed)], gives_up=gives_up)
         with Ledger(":memory:") as ledger:
             rollouts = Rollouts(
                 config,
-                tasks=Mixture(shares),
+                tasks=mixture,
                 runner=EnvEpisodeRunner(
                     policy, renderer, host, Budget(turns=8), config.deadlines.episode
                 ),
@@ -149,3 +159,9 @@ def test_a_spent_budget_ends_the_run_or_gives_the_weight_to_the_others() -> None
     trained = Counter(group.task.env for group in play(10, weights, budget=3, gives_up=True))
     assert trained.total() == 100
     assert 0 < trained["crashing"] < 20
+
+
+def test_what_an_earlier_launch_has_spent_of_a_budget_counts() -> None:
+    with pytest.raises(RetriesExhaustedError, match=r"^4 tasks failed.*allows only 3") as ended:
+        play(10, {"crashing": 1.0}, budget=3, gives_up=True, failed_before=2)
+    assert str(ended.value).count("\n") == 2, "two more have failed"
