@@ -296,6 +296,13 @@ class MetricsFile:
         """Remove an incomplete last line, so that rows can follow."""
         write_whole(self._path, "".join(json.dumps(row) + "\n" for row in self.rows()))
 
+    def remove_rows(self, step: int, metric: str) -> None:
+        """Remove the rows of `step` with this metric, which will be repeated."""
+        rows = self.rows()
+        kept = [row for row in rows if row["step"] != step or metric not in row]
+        if len(kept) < len(rows):
+            write_whole(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+
     def rewind(self, step: int) -> None:
         """Remove the rows of `step` and later, which will be repeated, except an evaluation at
         `step`.

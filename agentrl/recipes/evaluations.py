@@ -12,6 +12,7 @@ from agentrl.assembly.training import TrainingAssembly
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
 from agentrl.flow import Flow, run_to_completion
+from agentrl.observe.evaluation import metric_prefix
 from agentrl.placement.time_share import NoSharing
 from agentrl.recipes.evaluate import evaluate_run, evaluations_left
 from agentrl.runs.run import Run
@@ -41,6 +42,10 @@ async def evaluations(run: Run, parts: TrainingAssembly, start: int) -> AsyncIte
     that go on.
     """
     run.evaluations.go_back_to(start)
+    # The run may have ended between the row of a result and its entry in the log.
+    for step in run.evaluations.pending_steps():
+        for name in run.evaluations.pending(step):
+            run.metrics.remove_rows(step, f"{metric_prefix(name)}success")
     if parts.evaluation_engine is None and not run.config.evaluation.overlap:
         yield _InTurn(run, parts)
         return

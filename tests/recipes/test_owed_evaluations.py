@@ -15,6 +15,7 @@ from rich.console import Console
 
 from agentrl.assembly import RolloutAssembly, TrainingAssembly
 from agentrl.config import load_config
+from agentrl.observe.metrics import MetricsFile
 from agentrl.placement.time_share import NoSharing
 from agentrl.protocols import Trainer
 from agentrl.recipes import evaluate as evaluating
@@ -198,6 +199,22 @@ def test_evaluations_stay_finished_when_every_metric_has_another_name(
     assert list(log.values("eval/failed")) == [0, 2, 4, 6]
     log.go_back_to(4)
     assert list(EvaluationLog.of_run(run.folder).values("eval/failed")) == [0, 2, 4]
+
+
+def test_an_evaluation_whose_row_was_written_before_a_kill_has_one_row_when_it_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Launches(tmp_path, monkeypatch, "evaluation.every=2")
+    with monkeypatch.context() as patch:
+        patch.setattr(EvaluationLog, "finish", killed)
+        run.launch(0, [2])
+    run.launch(0, [2])
+    rows = MetricsFile(run.folder / "metrics.jsonl").rows()
+    assert [row["step"] for row in rows if "eval/success" in row] == [0, 2]
+
+
+def killed(*args: object) -> None:
+    raise KilledError
 
 
 @pytest.mark.parametrize(
