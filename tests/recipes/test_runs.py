@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import shutil
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -336,25 +337,45 @@ def test_a_run_killed_while_it_writes_the_files_of_a_live_version_goes_on(tmp_pa
         f"weights.transport={transport}",
         "weights.bucket_mib=1",
     ]
-    others = stores()
+    stores = set[Path]()
     for _ in range(kills):
         command = start(*arguments, cwd=tmp_path)
         limit = time.monotonic() + PATIENCE_SECONDS
-        # A version has a name that is hidden while its files are written.
-        while not [one for store in stores() - others for one in store.glob(".v*/bucket-*")]:
+        # A version has a name that is hidden while its files are written. Others may train beside.
+        while not [
+            one
+            for one in default_parent().glob("agentrl-weights-*/.v*/bucket-*")
+            if one.parents[1] in stores_of(command.pid)
+        ]:
             assert command.poll() is None, command.output
             assert time.monotonic() < limit, command.output
+        stores |= stores_of(command.pid)
         kill(command)
         arguments = ["--resume", "run"]
-    train("--resume", "run", cwd=tmp_path)
+    command = start(*arguments, cwd=tmp_path)
+    while command.poll() is None:
+        stores |= stores_of(command.pid)
+        time.sleep(0.5)
+    assert command.poll() == 0, command.output
+    assert "Traceback" not in command.output
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [row["step"] for row in map(json.loads, lines) if "reward" in row] == list(range(steps))
-    assert stores() - others == set()
+    assert len(stores) > kills
+    assert [store for store in stores if store.exists()] == []
 
 
-def stores() -> set[Path]:
-    """The folders of published weights in this machine's shared memory."""
-    return set(default_parent().glob("agentrl-weights-*"))
+def stores_of(run: int) -> set[Path]:
+    """The folders of published weights in this machine's shared memory that a run's processes have
+    locked.
+    """
+    opened = set[str]()
+    with suppress(psutil.NoSuchProcess):
+        for process in [psutil.Process(run), *psutil.Process(run).children(recursive=True)]:
+            with suppress(OSError):  # the process has ended meanwhile
+                for descriptor in os.listdir(f"/proc/{process.pid}/fd"):
+                    with suppress(FileNotFoundError):  # it has been closed
+                        opened.add(os.readlink(f"/proc/{process.pid}/fd/{descriptor}"))
+    return {store for store in default_parent().glob("agentrl-weights-*") if str(store) in opened}
 
 
 def write_wide_model(tiny: Path, folder: Path) -> None:
