@@ -294,14 +294,14 @@ class MetricsFile:
 
     def mend(self) -> None:
         """Remove an incomplete last line, so that rows can follow."""
-        write_whole(self._path, "".join(json.dumps(row) + "\n" for row in self.rows()))
+        self._write(self.rows())
 
     def remove_rows(self, step: int, metric: str) -> None:
         """Remove the rows of `step` with this metric, which will be repeated."""
         rows = self.rows()
         kept = [row for row in rows if row["step"] != step or metric not in row]
         if len(kept) < len(rows):
-            write_whole(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+            self._write(kept)
 
     def rewind(self, step: int) -> None:
         """Remove the rows of `step` and later, which will be repeated, except an evaluation at
@@ -312,4 +312,8 @@ class MetricsFile:
             for row in self.rows()
             if row["step"] < step or (row["step"] == step and is_evaluation(row))
         ]
+        self._write(rows)
+
+    def _write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Replace the file by these rows."""
         write_whole(self._path, "".join(json.dumps(row) + "\n" for row in rows))
